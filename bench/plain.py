@@ -56,15 +56,15 @@ def _megatron(model: str, data: str, output: Path, options: dict[str, Any]) -> N
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from reshard.algebra.layout import Layout
-    from reshard.engines.megatron import cpu, parallel
-    from reshard.engines.megatron.model import build_model
+    from reshard.engines.megatron import cpu_patches, process_groups
+    from reshard.engines.megatron.gpt_model import build_model
     from reshard.formats import open_checkpoint
     from reshard.model.resolve import resolve
 
-    cpu.enable()
+    cpu_patches.enable()
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    parallel.initialize(Layout(), seed=1)
+    process_groups.initialize(Layout(), seed=1)
     resolved = resolve(open_checkpoint(Path(model))).declared
     args = {**resolved.args, "padded_vocab_size": resolved.dims.vocab}
     (chunk,) = build_model(

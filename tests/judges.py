@@ -17,8 +17,8 @@ from transformers import AutoConfig, Qwen2Config
 
 import reshard
 from reshard.engines.megatron import MegatronLogits, megatron_logits
-from reshard.engines.megatron.model import Spec
-from reshard.engines.megatron.parallel import Layout
+from reshard.engines.megatron.gpt_model import LayerSpec
+from reshard.engines.megatron.process_groups import Layout
 
 Array = npt.NDArray[Any]
 
@@ -27,7 +27,7 @@ THRESHOLD = 1e-5
 """Largest difference of two logits relative to the largest logit: both sides compute in float32."""
 
 
-def judged_by_megatron(path: Path, layout: Layout | None = None, spec: Spec = "local") -> MegatronLogits:
+def judged_by_megatron(path: Path, layout: Layout | None = None, spec: LayerSpec = "local") -> MegatronLogits:
     """megatron-core's logits of a Megatron checkpoint that reshard wrote, loaded strictly at `layout`.
 
     The model is built from the arguments in the checkpoint. TransformerEngine's experts are a grouped linear.

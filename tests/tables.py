@@ -8,11 +8,11 @@ from pathlib import Path
 
 import click
 
-from reshard.agents.options import Options as McpOptions
+from reshard.agents.options import ServerOptions as McpOptions
 from reshard.base.options import options_of
 from reshard.cli import cli
 from reshard.cli.support import NOT_TESTED, support
-from reshard.guard.options import Options
+from reshard.guard.options import GuardOptions
 from reshard.training.options import StartOptions
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -69,7 +69,7 @@ def _default(flag: click.Option) -> str:
 TABLES = {
     "Family": (DOCS / "families.md", families),
     "Model": (DOCS / "add-a-family.md", undeclared),
-    "Option of guard": (DOCS / "guard.md", partial(options, Options, "guard")),
+    "Option of guard": (DOCS / "guard.md", partial(options, GuardOptions, "guard")),
     "Option of mcp": (DOCS / "mcp.md", partial(options, McpOptions, "mcp")),
     "Option of train": (DOCS / "training-options.md", partial(options, StartOptions, "train", "sft")),
 }

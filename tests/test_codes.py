@@ -14,7 +14,7 @@ from typing import NamedTuple
 import reshard
 from reshard.base.translations import translations
 from reshard.checks.rules import rules
-from reshard.diagnosis.entries.entries import catalogue
+from reshard.diagnosis.entries.catalogue_entry import catalogue
 from tests.commandline import reshard as command
 
 SOURCE = Path(reshard.__file__).parent

@@ -22,10 +22,10 @@ from reshard import families
 from reshard.cli import COMMANDS, cli
 from reshard.cli.support import support
 from reshard.formats.contract import Format, Target
-from reshard.training.engines import MODULES, engine_named
-from reshard.training.names import renamed as renamed_words
-from reshard.training.request import words as engine_words
+from reshard.training.engine_registry import ENGINE_MODULES, engine_named
+from reshard.training.option_names import renamed as renamed_words
 from reshard.training.run import Run
+from reshard.training.run_request import words as engine_words
 from tests.tables import TABLES
 
 REPOSITORY = Path(__file__).parents[1]
@@ -128,7 +128,7 @@ def flags() -> set[str]:
         for parameter in (parameter for each in (command, *inner) for parameter in each.params):
             if isinstance(parameter, click.Option):
                 names.update([*parameter.opts, *parameter.secondary_opts])
-    engines = [engine_named(name) for name in MODULES]
+    engines = [engine_named(name) for name in ENGINE_MODULES]
     known = {
         each.name for engine in engines for method in engine.methods for each in engine.known_options(method)
     }

@@ -23,7 +23,7 @@ from mcp.shared.exceptions import MCPError
 from safetensors.numpy import load_file, save_file
 
 import reshard as api
-from reshard.agents.child import TOOLS, shortened
+from reshard.agents.tool_process import TOOLS, shortened
 from tests.commandline import listing, reshard
 from tests.test_docs import check_parses
 
@@ -70,7 +70,7 @@ def running() -> list[psutil.Process]:
     return [
         each
         for each in psutil.Process().children(recursive=True)
-        if any("reshard.agents.child" in word for word in each.cmdline())
+        if any("reshard.agents.tool_process" in word for word in each.cmdline())
     ]
 
 

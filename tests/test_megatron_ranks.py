@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import reshard
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
-from reshard.engines.megatron.checkpoint import Format, SaveOptions
+from reshard.engines.megatron.checkpoint_io import MegatronFormat, SaveOptions
 from reshard.formats.megatron.rank_files import coordinates
 from reshard.formats.megatron.rank_seeds import _owners
 from tests.genuine.megatron import QWEN2, VARIANTS, Genuine, tokens
@@ -215,7 +215,7 @@ def test_ranks_of_files_whose_arguments_do_not_tell_the_model(
 
 
 @pytest.mark.parametrize("format", ["torch", "torch_dist"])
-def test_a_folder_that_was_renamed_is_told(format: Format, genuine: Maker, tmp_path: Path) -> None:
+def test_a_folder_that_was_renamed_is_told(format: MegatronFormat, genuine: Maker, tmp_path: Path) -> None:
     source = genuine("qwen2-fp32").iteration(format)
     assert reshard.open(source).checkpoint.notes == []
     run = Path(shutil.copytree(source, tmp_path / "iter_0000500"))

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 import reshard
 from reshard.base.errors import ReshardError
 from reshard.engines.megatron import megatron_logits
-from reshard.engines.megatron.checkpoint import Format, SaveOptions
+from reshard.engines.megatron.checkpoint_io import MegatronFormat, SaveOptions
 from reshard.oracle.transformers import Logits, transformers_logits
 from tests import commandline
 from tests.genuine.huggingface import VARIANTS as FAMILIES
@@ -35,7 +35,7 @@ from tests.judges import TOKENS, assert_agree, assert_same_tensors, differing_ke
 Maker = Callable[..., Genuine]
 
 
-def by_megatron(checkpoint: Genuine, format: Format) -> Logits:
+def by_megatron(checkpoint: Genuine, format: MegatronFormat) -> Logits:
     """megatron-core's own logits: torch_dist on one rank, legacy files in the layout they were saved in."""
     layout = checkpoint.layout if format == "torch" else None
     return megatron_logits(checkpoint.iteration(format), TOKENS, args=checkpoint.args, layout=layout).logits
@@ -45,7 +45,7 @@ def by_megatron(checkpoint: Genuine, format: Format) -> Logits:
     "name, format", [(name, format) for name, variant in VARIANTS.items() for format in variant.formats]
 )
 def test_transformers_computes_what_megatron_computes(
-    name: str, format: Format, genuine: Maker, tmp_path: Path
+    name: str, format: MegatronFormat, genuine: Maker, tmp_path: Path
 ) -> None:
     source = genuine(name)
     reshard.convert(source.roots[format], tmp_path / "hf", no_tokenizer=True)
@@ -86,7 +86,7 @@ def test_a_release_has_no_optimizer(genuine: Maker) -> None:
 
 
 @pytest.mark.parametrize("format", ["torch_dist", "torch"])
-def test_each_of_several_iterations(format: Format, genuine: Maker, tmp_path: Path) -> None:
+def test_each_of_several_iterations(format: MegatronFormat, genuine: Maker, tmp_path: Path) -> None:
     """The tracked one by default, otherwise by number or by the folder itself."""
     source = genuine("qwen2-fp32")
     root = tmp_path / "run"
@@ -137,7 +137,7 @@ def base(genuine: Maker, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["qwen2-tp2-pp2", "qwen2-te-tp2-pp2", "qwen2-release"])
 @pytest.mark.parametrize("format", ["torch_dist", "torch"])
 def test_config_and_tokenizer_come_from_the_base(
-    name: str, format: Format, genuine: Maker, base: Path, tmp_path: Path
+    name: str, format: MegatronFormat, genuine: Maker, base: Path, tmp_path: Path
 ) -> None:
     source = genuine(name)
     with pytest.raises(ReshardError, match="--base"):

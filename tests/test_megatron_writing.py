@@ -26,8 +26,8 @@ import reshard
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.engines.megatron import RankError, megatron_logits
-from reshard.engines.megatron.checkpoint import Format, SaveOptions
-from reshard.engines.megatron.model import Spec
+from reshard.engines.megatron.checkpoint_io import MegatronFormat, SaveOptions
+from reshard.engines.megatron.gpt_model import LayerSpec
 from reshard.oracle.transformers import transformers_logits
 from tests.genuine.huggingface import VOCAB_SIZE
 from tests.genuine.megatron import Genuine
@@ -35,7 +35,7 @@ from tests.genuine.train_megatron import train_and_save
 from tests.judges import TOKENS, assert_agree, assert_same_tensors, judged_by_megatron, tensors_of
 
 Models = Callable[..., Path]
-FORMATS: dict[str, Format] = {"megatron": "torch_dist", "megatron-legacy": "torch"}
+FORMATS: dict[str, MegatronFormat] = {"megatron": "torch_dist", "megatron-legacy": "torch"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Case:
 
     variant: str
     layout: Layout
-    spec: Spec = "te"
+    spec: LayerSpec = "te"
     config: dict[str, Any] = field(default_factory=dict)
     vocab_divisible_by: int | None = None
 
@@ -119,7 +119,7 @@ IN_RANK_FILES = (
 )
 
 
-def saved_again(folder: Path, out: Path, layout: Layout, spec: Spec, format: Format) -> Path:
+def saved_again(folder: Path, out: Path, layout: Layout, spec: LayerSpec, format: MegatronFormat) -> Path:
     """Load `folder` strictly at `layout` into megatron-core, and let it save the weights."""
     checkpoint = reshard.open(folder).checkpoint
     args = {**(checkpoint.args or {}), "moe_grouped_gemm": spec == "te"}
@@ -371,7 +371,7 @@ def test_the_vocabulary_is_padded_with_zeros_to_a_multiple(
 # ----------------------------------------------------------------------------------- Megatron to Megatron
 
 
-def by_megatron(checkpoint: Genuine, format: Format) -> Any:
+def by_megatron(checkpoint: Genuine, format: MegatronFormat) -> Any:
     return megatron_logits(
         checkpoint.iteration(format),
         TOKENS,
@@ -415,7 +415,7 @@ FAST = {
 def test_megatron_to_megatron_in_another_layout(
     variant: str,
     layout: dict[str, Any],
-    format: Format,
+    format: MegatronFormat,
     to: str,
     genuine: Callable[[str], Genuine],
     tmp_path: Path,

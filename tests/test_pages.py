@@ -18,7 +18,7 @@ import reshard
 from reshard.algebra.layout import SavedLayout
 from reshard.commands.verification import Change
 from reshard.families.dialect import MEGATRON
-from reshard.pages import board, changes
+from reshard.pages import difference_map, rank_board
 from tests.commandline import reshard as command
 
 MOST = 1_000_000
@@ -86,7 +86,7 @@ def test_the_board_says_what_the_files_of_the_ranks_hold(run: Path) -> None:
     """megatron-legacy has a file for each rank of tensor, pipeline and expert parallelism, which torch reads."""
     import torch
 
-    found = board.board_of(reshard.inspect(run))
+    found = rank_board.board_of(reshard.inspect(run))
     assert found.title == "Ranks" and [title for title, _ in found.rows] == ["stage 0", "stage 1"]
     for title, cells in found.rows:
         stage = title.split()[1]
@@ -109,15 +109,15 @@ def test_the_board_says_what_the_files_of_the_ranks_hold(run: Path) -> None:
 
 
 def test_a_format_without_ranks_shows_its_files(model: Path) -> None:
-    found = board.board_of(reshard.inspect(model))
+    found = rank_board.board_of(reshard.inspect(model))
     ((_, cells),) = found.rows
     assert found.title == "Files" and [cell.name for cell in cells] == ["model.safetensors"]
     assert cells[0].weight == 1.0 and "layers 0–3" in cells[0].told
 
 
 def test_a_large_board_is_cut(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "MOST", 3)
-    found = board.board_of(reshard.inspect(run))
+    monkeypatch.setattr(rank_board, "MAX_CELLS", 3)
+    found = rank_board.board_of(reshard.inspect(run))
     assert sum(len(cells) for _, cells in found.rows) == 3 and found.left == 1
 
 
@@ -154,7 +154,7 @@ def test_zeros_and_nan_have_a_place() -> None:
         Change("a.1.w", 4, 4, float("nan"), 1.0),
         Change("b", 4, 0, 0.0, 0.0),
     ]
-    heat = changes.heat_of(moved)
+    heat = difference_map.heat_of(moved)
     assert heat["layers"] == ["no layer", "0", "1"] and heat["modules"] == ["a.*.w", "b"]
     assert [cell[2] for cell in heat["cells"]] == [1.0, None, 0.0]
     json.dumps(heat, allow_nan=False)
@@ -217,5 +217,5 @@ def test_a_browser_draws_both_charts(run: Path, model: Path, tuned: Path, tmp_pa
 
 def test_layouts_that_nothing_records_show_files() -> None:
     checkpoint = reshard.Checkpoint(Path("x"), "megatron", MEGATRON, {}, Path("x"), SavedLayout(tp=2, pp=2))
-    found = board.board_of(reshard.Inspection(checkpoint, None, [], [], ""))
+    found = rank_board.board_of(reshard.Inspection(checkpoint, None, [], [], ""))
     assert found.title == "Files" and found.rows == ()

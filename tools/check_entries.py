@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from reshard.diagnosis.entries.entries import FOLDER
+from reshard.diagnosis.entries.catalogue_entry import FOLDER
 
 SCHEMA = FOLDER.with_name("catalogue.schema.json")
 

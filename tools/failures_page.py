@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.diagnosis.entries.entries import Entry, catalogue
-from reshard.diagnosis.spelling import Usage
+from reshard.diagnosis.entries.catalogue_entry import CatalogueEntry, catalogue
+from reshard.diagnosis.remedy_spelling import RunTools
 
 KINDS = {
     "error": "Errors",
@@ -37,16 +37,16 @@ def _lines() -> Iterator[str]:
                 yield from _section(entry)
 
 
-def _section(entry: Entry) -> Iterator[str]:
+def _section(entry: CatalogueEntry) -> Iterator[str]:
     yield ""
     yield f"### {entry.id}"
     yield ""
     versions = ", ".join(f"{name} {specifier}" for name, specifier in entry.versions.items())
     yield f"**{entry.title.en}**" + (f" ({versions})" if versions else "")
     yield ""
-    yield Usage().spelled(entry.cause.en)
+    yield RunTools().spelled(entry.cause.en)
     yield ""
-    yield Usage().spelled(entry.cure.en)
+    yield RunTools().spelled(entry.cure.en)
     if entry.sources:
         yield ""
         yield f"Sources: {', '.join(entry.sources)}"

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from reshard.commands.weights import Weights
     from reshard.diagnosis import Finding, diagnose
     from reshard.formats.checkpoint import Checkpoint
-    from reshard.live.calls import from_pretrained, load_into
+    from reshard.live.python_api import from_pretrained, load_into
     from reshard.records.reshard_json import Integrity
-    from reshard.training.calls import export, report, train
+    from reshard.training.python_api import export, report, train
     from reshard.training.start import Outcome
     from reshard.transfer.plan import Plan
 
@@ -94,10 +94,10 @@ _HOMES = {
     "reshard.diagnosis": ("Finding", "diagnose"),
     "reshard.base.errors": ("Problem", "ReshardError"),
     "reshard.formats.checkpoint": ("Checkpoint",),
-    "reshard.live.calls": ("from_pretrained", "load_into"),
+    "reshard.live.python_api": ("from_pretrained", "load_into"),
     "reshard.records.reshard_json": ("Integrity",),
     "reshard.commands.inspection": ("Inspection",),
-    "reshard.training.calls": ("export", "report", "train"),
+    "reshard.training.python_api": ("export", "report", "train"),
     "reshard.training.start": ("Outcome",),
     "reshard.transfer.plan": ("Plan",),
     "reshard.commands.verification": ("Comparison",),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from reshard.base.languages import LANGUAGES
-from reshard.checks.finding import UNKNOWN
-from reshard.checks.words import aside
-from reshard.diagnosis.logs import diagnose_text
+from reshard.checks.finding import UNKNOWN_FAILURE
+from reshard.checks.phrases import aside
+from reshard.diagnosis.log_diagnosis import diagnose_text
 from tests.doctor.test_classes import SITE, first, raised
 
 PACKAGES = {
@@ -63,7 +63,7 @@ def test_a_switch_for_more_messages_is_no_cure() -> None:
 @pytest.mark.parametrize("said", ["Make sure that:\n", "Please check the following:\n\n", "You should set:"])
 def test_a_sentence_without_its_end_is_no_cure(said: str) -> None:
     found = first(raised(f"ValueError: no frob. {said}"))
-    assert found.code == UNKNOWN and "says what to do" not in found.remedy.en
+    assert found.code == UNKNOWN_FAILURE and "says what to do" not in found.remedy.en
 
 
 def test_a_list_belongs_to_the_sentence_before_it() -> None:
@@ -87,7 +87,7 @@ def test_an_exception_copied_from_a_notebook() -> None:
         ),
         (
             "    assert isinstance(weight, DTensor)\nAssertionError",
-            UNKNOWN,
+            UNKNOWN_FAILURE,
         ),
         ("RuntimeError: self and mat2 must have the same dtype", "dtypes-differ"),
     ],
@@ -109,7 +109,7 @@ def test_a_title_above_a_log_of_preparations() -> None:
     found = first(
         f"{said}\n\nConverting format of dataset: 100%|##########| 1/1 [00:00<00:00, 483 examples/s]"
     )
-    assert found.code == UNKNOWN and found.places[0].line == 1
+    assert found.code == UNKNOWN_FAILURE and found.places[0].line == 1
 
 
 @pytest.mark.parametrize(

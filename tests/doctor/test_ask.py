@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.ask import request
-from reshard.diagnosis.ask.request import endpoint as url_of
+from reshard.diagnosis.ask import chat_request
+from reshard.diagnosis.ask.chat_request import endpoint as url_of
 from tests.commandline import listing, reshard
 from tests.doctor.asked import Endpoint, endpoint, saying
 from tests.test_secrets import SECRET, URLS
@@ -199,7 +199,7 @@ ERRORS: dict[str, tuple[Callable[[], tuple[int, dict[str, str], bytes]], str]] =
 def test_an_error_comes_after_the_findings(
     served: Endpoint, log: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request, "PATIENCE", 0.3)
+    monkeypatch.setattr(chat_request, "TIMEOUT_SECONDS", 0.3)
     served.reply, said = ERRORS[kind]
     result = ask(served, log)
     assert result.code == 2 and result.out == reshard("doctor", log, "--lang", "en").out
@@ -246,19 +246,21 @@ def test_the_key_of_openai_is_for_openai(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("RESHARD_ASK_KEY", raising=False)
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    assert request.key_for("https://api.openai.com/v1/chat/completions") == KEY
+    assert chat_request.key_for("https://api.openai.com/v1/chat/completions") == KEY
     assert (
-        request.key_for("https://api.openai.com.evil.com/v1") == request.key_for("http://localhost/v1") == ""
+        chat_request.key_for("https://api.openai.com.evil.com/v1")
+        == chat_request.key_for("http://localhost/v1")
+        == ""
     )
     monkeypatch.setenv("OPENAI_BASE_URL", "https://llm.example.com/v1")
-    assert request.key_for("https://llm.example.com/v1/chat/completions") == KEY
-    assert request.key_for("https://llm.example.com.evil.com/v1/chat/completions") == ""
-    assert request.key_for("https://api.openai.com/v1/chat/completions") == KEY
+    assert chat_request.key_for("https://llm.example.com/v1/chat/completions") == KEY
+    assert chat_request.key_for("https://llm.example.com.evil.com/v1/chat/completions") == ""
+    assert chat_request.key_for("https://api.openai.com/v1/chat/completions") == KEY
     monkeypatch.setenv("RESHARD_ASK_KEY", "own")
-    assert request.key_for("https://api.openai.com/v1") == "own"
+    assert chat_request.key_for("https://api.openai.com/v1") == "own"
     monkeypatch.setenv("RESHARD_ASK_KEY", f"{KEY}\nX: 1")
     with pytest.raises(ReshardError) as error:
-        request.key_for("https://host/v1")
+        chat_request.key_for("https://host/v1")
     assert KEY not in str(error.value)
 
 

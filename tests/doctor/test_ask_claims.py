@@ -7,7 +7,7 @@ import time
 import pytest
 
 from reshard.cli.asking import parses
-from reshard.diagnosis.ask.claims import Claims
+from reshard.diagnosis.ask.false_claims import Claims
 
 SENT = """\
 FACTS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.diagnosis.ask.redact import redacted
+from reshard.diagnosis.ask.redaction import redacted
 from tests.commandline import reshard
 from tests.doctor.asked import endpoint
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.checks.finding import UNKNOWN
-from reshard.diagnosis.entries.entries import catalogue
-from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.unknown import nearest
+from reshard.checks.finding import UNKNOWN_FAILURE
+from reshard.diagnosis.entries.catalogue_entry import catalogue
+from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.diagnosis.unknown_failure import nearest
 from tests.commandline import reshard as command
 
 ENTRIES = catalogue()
@@ -84,7 +84,7 @@ def test_a_message_below_frames_is_taken_without_the_name_of_its_exception() -> 
     said = '  File "/a/b.py", line 3, in f\n    g()\nThe frob is nicated, and cannot be unnicated.'
     (found,) = diagnose_text("log", said)
     assert (
-        found.code == UNKNOWN
+        found.code == UNKNOWN_FAILURE
         and "frob is nicated" in found.rule.en
         and "the log ends here" not in found.rule.en
     )
@@ -116,8 +116,11 @@ def test_entries_that_share_hardly_a_word_are_not_near() -> None:
             "Some specified arguments are not used by the HfArgumentParser: ['--overlap_com']",
             "unknown-key",
         ),
-        ("When I train I get 'frob' from a wibble, any ideas?", UNKNOWN),
-        ("NCCL error in: a.cpp:1331, unhandled system error (run with NCCL_DEBUG=INFO for details)", UNKNOWN),
+        ("When I train I get 'frob' from a wibble, any ideas?", UNKNOWN_FAILURE),
+        (
+            "NCCL error in: a.cpp:1331, unhandled system error (run with NCCL_DEBUG=INFO for details)",
+            UNKNOWN_FAILURE,
+        ),
     ],
 )
 def test_a_sentence_about_a_failure_is_answered(asked: str, code: str) -> None:
@@ -133,7 +136,7 @@ def test_a_message_that_says_what_one_cannot_do_is_no_advice() -> None:
 def test_a_file_that_is_missing_is_no_entry_by_itself(path: str) -> None:
     said = f"{CALL}FileNotFoundError: [Errno 2] No such file or directory: '{path}'"
     found = diagnose_text("log", said)[0]
-    assert found.code == UNKNOWN and path in found.rule.en
+    assert found.code == UNKNOWN_FAILURE and path in found.rule.en
 
 
 def test_a_keyword_that_is_the_newer_one_is_not_said_to_be_removed() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reshard.base.languages import LANGUAGES
-from reshard.checks.finding import UNKNOWN
-from reshard.diagnosis.logs import diagnose_text
+from reshard.checks.finding import UNKNOWN_FAILURE
+from reshard.diagnosis.log_diagnosis import diagnose_text
 from tests.doctor.test_classes import SITE, assert_class, raised
 
 CALLS = {
@@ -148,7 +148,7 @@ def test_what_a_launcher_ended_after_is_the_failure() -> None:
         '  File "E:\\v\\lib\\site-packages\\accelerate\\commands\\launch.py", line 1104, in launch_command\n...'
     )
     (found,) = diagnose_text("log", said)
-    assert found.code == UNKNOWN and found.places[0].line == 1
+    assert found.code == UNKNOWN_FAILURE and found.places[0].line == 1
 
 
 def test_an_option_that_its_class_checks_is_named() -> None:

@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 
 from reshard.checks.rules import rules
 from reshard.cli import cli
-from reshard.diagnosis.entries.entries import FOLDER, KINDS, Entry, catalogue
+from reshard.diagnosis.entries.catalogue_entry import FOLDER, KINDS, CatalogueEntry, catalogue
 from tools.check_entries import SCHEMA, main, problems
 from tools.failures_page import page
 
@@ -45,7 +45,7 @@ def test_the_schema_is_one_and_describes_every_key(schema: dict[str, Any]) -> No
 
 
 def test_the_schema_and_the_reader_know_the_same_keys(schema: dict[str, Any]) -> None:
-    read = {*Entry.__dataclass_fields__, "needs", "unless", "hints"} - {"beside"}
+    read = {*CatalogueEntry.__dataclass_fields__, "needs", "unless", "hints"} - {"beside"}
     assert set(schema["properties"]) == read
     assert set(schema["properties"]["kind"]["enum"]) == set(KINDS)
 
@@ -138,7 +138,7 @@ def test_the_command_names_files_and_problems(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_entries_with_the_same_patterns_can_be_told_apart() -> None:
-    same: dict[tuple[str, ...], list[Entry]] = defaultdict(list)
+    same: dict[tuple[str, ...], list[CatalogueEntry]] = defaultdict(list)
     for entry in catalogue().values():
         if entry.patterns:
             same[tuple(sorted(each.pattern for each in entry.patterns))].append(entry)
@@ -155,7 +155,7 @@ def test_the_page_of_failures_is_that_of_the_catalogue() -> None:
 
 
 @pytest.mark.parametrize("entry", catalogue().values(), ids=lambda entry: entry.id)
-def test_commands_of_cures_can_be_typed(entry: Entry) -> None:
+def test_commands_of_cures_can_be_typed(entry: CatalogueEntry) -> None:
     for cure in (entry.cure.en, entry.cure.zh):
         _type(cure)
 

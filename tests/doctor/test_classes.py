@@ -7,7 +7,7 @@ import re
 import pytest
 
 from reshard.checks.finding import Finding
-from reshard.diagnosis.logs import diagnose_text
+from reshard.diagnosis.log_diagnosis import diagnose_text
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"
 LOAD = "RuntimeError: Error(s) in loading state_dict for Net:\n\t"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.checks.finding import UNKNOWN, Finding
-from reshard.diagnosis.logs import diagnose_text
+from reshard.checks.finding import UNKNOWN_FAILURE, Finding
+from reshard.diagnosis.log_diagnosis import diagnose_text
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"
 
@@ -51,7 +51,9 @@ def test_an_extension_of_another_torch_names_its_package(said: str) -> None:
 def test_a_symbol_of_cuda_is_not_of_torch() -> None:
     said = f"ImportError: {SITE}/nvidia/cusparse/lib/libcusparse.so.12: undefined symbol: __nvJitLinkAddData_12_1"
     assert first(*raised(said)).code == "cuda-libraries-mixed"
-    assert first(*raised(f"ImportError: {SITE}/frob/_C.so: undefined symbol: frob_new")).code == UNKNOWN
+    assert (
+        first(*raised(f"ImportError: {SITE}/frob/_C.so: undefined symbol: frob_new")).code == UNKNOWN_FAILURE
+    )
 
 
 def test_a_launcher_that_failed_is_no_compiler() -> None:
@@ -115,7 +117,7 @@ def test_pip_itself_says_so(tmp_path: Path) -> None:
 
 
 def test_a_message_that_states_no_condition_stays_unknown() -> None:
-    assert first(*raised("RuntimeError: the frob is gone", f"{SITE}/frob/a.py")).code == UNKNOWN
+    assert first(*raised("RuntimeError: the frob is gone", f"{SITE}/frob/a.py")).code == UNKNOWN_FAILURE
 
 
 def test_a_package_that_lacks_what_it_asks_itself_for_is_named() -> None:
@@ -131,9 +133,9 @@ def test_arguments_by_position_have_a_history_too() -> None:
     found = first(*raised(said, f"{SITE}/transformers/trainer.py"))
     assert found.code == "api-came-later" and "'trl>=0.13.0'" in found.remedy.en
     own = said.replace("DPOTrainer.log", "MyTrainer.log")
-    assert first(*raised(own, f"{SITE}/transformers/trainer.py")).code == UNKNOWN
+    assert first(*raised(own, f"{SITE}/transformers/trainer.py")).code == UNKNOWN_FAILURE
     override = said.replace("DPOTrainer.log", "Trainer.log")  # of a subclass with the name of its base
-    assert first(*raised(override, f"{SITE}/transformers/trainer.py")).code == UNKNOWN
+    assert first(*raised(override, f"{SITE}/transformers/trainer.py")).code == UNKNOWN_FAILURE
 
 
 def test_the_oldest_release_that_was_read_need_not_be_the_first_with_a_name() -> None:
@@ -216,7 +218,7 @@ def test_what_python_says_counts_without_the_name_of_its_exception(said: str) ->
 def test_an_assertion_without_its_exception_is_taken_by_its_source() -> None:
     lines = raised("", f"{SITE}/frob/a.py", "assert len(frobs) == 1")[1:3]
     found = first(*lines)
-    assert found.code == UNKNOWN and "assert len(frobs) == 1" in found.rule.en
+    assert found.code == UNKNOWN_FAILURE and "assert len(frobs) == 1" in found.rule.en
 
 
 def test_a_bare_heading_is_no_failure() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from reshard.checks.finding import UNKNOWN
+from reshard.checks.finding import UNKNOWN_FAILURE
 from reshard.checks.rules import rules
-from reshard.diagnosis import logs
-from reshard.diagnosis.logs import diagnose_text
+from reshard.diagnosis import log_diagnosis
+from reshard.diagnosis.log_diagnosis import diagnose_text
 from tests.doctor.test_classes import LOAD, SITE, first, raised
 
-SOURCE = Path(str(logs.__file__)).parent
+SOURCE = Path(str(log_diagnosis.__file__)).parent
 
 
 def test_a_key_of_a_newer_release_comes_with_that_release() -> None:
@@ -58,7 +58,7 @@ def test_what_a_shell_says_after_a_script_died_is_no_progress() -> None:
 
 def test_what_follows_from_nothing_stays_unknown() -> None:
     for said in ("RuntimeError: the frob is gone", "KeyError: 'frob'", "ValueError: frob [1, 2]"):
-        assert first(raised(said)).code == UNKNOWN
+        assert first(raised(said)).code == UNKNOWN_FAILURE
 
 
 def test_a_lazy_import_is_told_as_what_it_wraps() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.diagnosis.logs import diagnose_text
+from reshard.diagnosis.log_diagnosis import diagnose_text
 from tests.commandline import reshard as command
 
 QUESTIONS = {

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.checks.finding import UNKNOWN
-from reshard.checks.rules import CAUSES, rules
-from reshard.diagnosis.entries.entries import catalogue
-from reshard.diagnosis.logs import diagnose_text
+from reshard.checks.finding import UNKNOWN_FAILURE
+from reshard.checks.rules import RULES_COVERED, rules
+from reshard.diagnosis.entries.catalogue_entry import catalogue
+from reshard.diagnosis.log_diagnosis import diagnose_text
 from tests.commandline import reshard as command
 
 ENTRIES = catalogue()
@@ -100,7 +100,7 @@ def test_a_failure_that_nobody_described_is_said_to_be_unknown() -> None:
     frame = 'Traceback (most recent call last):\n  File "/a/b.py", line 3, in f\n    g()\n'
     log = frame + "FrobnicationError: the frob is nicated"
     (found,) = diagnose_text("log", log)
-    assert found.code == UNKNOWN and found.certainty == "possible"
+    assert found.code == UNKNOWN_FAILURE and found.certainty == "possible"
     assert "FrobnicationError: the frob is nicated" in found.rule.en and "/a/b.py:3 f" in found.rule.zh
 
 
@@ -170,7 +170,7 @@ def test_a_failure_is_told_before_a_warning_that_it_did_not_die_of() -> None:
         warning
         + '\nTraceback (most recent call last):\n  File "/a/b.py", line 3, in f\n    g()\nFrobError: frob'
     )
-    assert [finding.code for finding in diagnose_text("log", log)] == [UNKNOWN, "old-gc"]
+    assert [finding.code for finding in diagnose_text("log", log)] == [UNKNOWN_FAILURE, "old-gc"]
 
 
 # -------------------------------------------------------------------------------------------- several at once
@@ -188,7 +188,7 @@ def test_a_log_and_its_script_point_at_one_cause(tmp_path: Path) -> None:
 
 def test_causes_and_their_effects_exist() -> None:
     known = rules().keys() | ENTRIES.keys()
-    assert {*CAUSES, *(effect for effects in CAUSES.values() for effect in effects)} <= known
+    assert {*RULES_COVERED, *(effect for effects in RULES_COVERED.values() for effect in effects)} <= known
 
 
 # ---------------------------------------------------------------------------------------------- command line

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from reshard.checks import environment as machine
-from reshard.diagnosis.targets.environment import Environment, Gpu, diagnose_environment, look_around
+from reshard.diagnosis.targets.environments import Environment, Gpu, diagnose_environment, look_around
 from tests.commandline import reshard as command
 from tests.environments import python
 
@@ -270,7 +270,7 @@ def test_what_is_no_interpreter(tmp_path: Path, lines: str | None, found: str) -
 
 
 def test_an_interpreter_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "PATIENCE", 0.2)
+    monkeypatch.setattr(machine, "TIMEOUT_SECONDS", 0.2)
     shown = command("doctor", "--python", program(tmp_path / "python", "exec sleep 60"))
     assert shown.code == 2 and "found: no answer after 0.2 s" in shown.err
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from reshard.diagnosis.causes.devices import _FLAG
-from reshard.diagnosis.entries.entries import catalogue
-from reshard.diagnosis.spelling import _shows
-from reshard.diagnosis.text.reading import LONGEST_LINE
+from reshard.diagnosis.causes.gpus_and_ports import _FLAG
+from reshard.diagnosis.entries.catalogue_entry import catalogue
+from reshard.diagnosis.remedy_spelling import _shows
+from reshard.diagnosis.text.text_files import MAX_LINE
 
 if sys.version_info >= (3, 11):
     from re import _parser as parser
@@ -34,7 +34,7 @@ METHODS = [
 ]
 AT_BEGINNING = {"reshard.diagnosis.text.tracebacks._FRAMES"}
 """Containers whose expressions are only tried at the beginning of a line."""
-OWN = {"reshard.diagnosis.entries.entries._PARTS"}
+OWN = {"reshard.diagnosis.entries.catalogue_entry._PARTS"}
 """Only matched against reshard's own texts."""
 ENDLESS = 1.0
 QUICK = 0.15
@@ -185,14 +185,14 @@ def _timer() -> Iterator[None]:
 def slow_line(search: Callable[[str], object], pattern: re.Pattern[str]) -> str:
     """The first line that takes too long; "" if there is none."""
     for begin, unit in units(pattern):
-        if seconds(search, line(begin, unit, LONGEST_LINE // 4)) < QUICK / 8 / 4**3:
+        if seconds(search, line(begin, unit, MAX_LINE // 4)) < QUICK / 8 / 4**3:
             continue  # twice the longest line is quick, too, were the search cubic
         once = twice = float("inf")
         for _ in range(TRIES):
-            once = min(once, seconds(search, line(begin, unit, LONGEST_LINE)))
+            once = min(once, seconds(search, line(begin, unit, MAX_LINE)))
             if once <= QUICK / 8:
                 break
-            twice = min(twice, seconds(search, line(begin, unit, 2 * LONGEST_LINE)))
+            twice = min(twice, seconds(search, line(begin, unit, 2 * MAX_LINE)))
             if twice <= QUICK or twice <= min(3 * once, ENDLESS / 2):
                 break
         else:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import reshard
-from reshard.diagnosis import diagnosis
-from reshard.diagnosis.diagnosis import examine
+from reshard.diagnosis import diagnose_targets
+from reshard.diagnosis.diagnose_targets import examine
 from reshard.diagnosis.examination import Examination
-from reshard.diagnosis.facts import facts as module
+from reshard.diagnosis.facts import collect as module
 from tests.commandline import follows_schema
 from tests.commandline import reshard as command
 
@@ -306,8 +306,8 @@ def test_a_clean_log_has_facts_and_no_failure() -> None:
 
 
 def test_facts_are_bounded_and_the_others_counted(tmp_path: Path) -> None:
-    facts = facts_in(log_of(tmp_path, *(f"[rank{at}]: started" for at in range(module.MOST + 7))))
-    assert len(facts["ranks"]["last"]) == module.MOST and facts["left_out"] == {"last": 7}
+    facts = facts_in(log_of(tmp_path, *(f"[rank{at}]: started" for at in range(module.MAX_FACTS + 7))))
+    assert len(facts["ranks"]["last"]) == module.MAX_FACTS and facts["left_out"] == {"last": 7}
 
 
 def test_facts_are_computed_only_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def test_facts_are_computed_only_when_they_are_asked_for(monkeypatch: pytest.Mon
 
 
 def test_of_many_logs_those_with_findings_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "KEPT", 8)
+    monkeypatch.setattr(diagnose_targets, "MAX_LOG_LINES", 8)
     for at in range(5):
         (tmp_path / f"{at}.log").write_text("started\n" * 2 + "ValueError: no frob\n" * (at == 4))
     facts = facts_in(*(tmp_path / f"{at}.log" for at in range(5)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.checks.finding import UNKNOWN
+from reshard.checks.finding import UNKNOWN_FAILURE
 from tests.doctor.test_classes import SITE, first, raised
 
 MEGATRON = "/home/user/Megatron-LM/megatron/training/arguments.py"
@@ -115,7 +115,7 @@ def test_the_title_above_a_traceback_without_its_end_is_its_message() -> None:
     "title", ["$ python train.py --fail", "12:00:01 INFO the last run failed", "Training on 8 GPUs"]
 )
 def test_a_line_of_the_log_is_no_title(title: str) -> None:
-    assert first(f"{title}\n{TRACE}").code == UNKNOWN
+    assert first(f"{title}\n{TRACE}").code == UNKNOWN_FAILURE
 
 
 def test_who_asked_for_an_attribute_is_not_torch() -> None:

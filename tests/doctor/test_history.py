@@ -24,12 +24,12 @@ from packaging.version import Version
 
 import reshard
 from reshard.checks.finding import Finding
-from reshard.diagnosis.history import table as tables
-from reshard.diagnosis.history.calls import base_of, refused
-from reshard.diagnosis.history.having import having
-from reshard.diagnosis.history.table import ROOTS, Presence, Table, table
-from reshard.diagnosis.history.versions import Versions
-from reshard.diagnosis.logs import diagnose_text
+from reshard.diagnosis.history import api_table as tables
+from reshard.diagnosis.history.api_table import ROOTS, ApiTable, Presence, table
+from reshard.diagnosis.history.bloom_filters import packages_with
+from reshard.diagnosis.history.call_parameters import base_of, refused
+from reshard.diagnosis.history.versions_in_use import Versions
+from reshard.diagnosis.log_diagnosis import diagnose_text
 from tests.serving import serving
 from tools.api_history.having import names_of
 from tools.api_history.kept import kept
@@ -189,7 +189,7 @@ def test_what_the_table_does_not_know_is_left_to_the_catalogue(case: str, tmp_pa
 def test_a_bound_names_releases_that_have_it_and_never_the_one_at_hand(
     there: set[int], among: set[int], mine: int | None
 ) -> None:
-    whole = Table("trl", {"versions": [f"1.{at}.0" for at in range(10)]})
+    whole = ApiTable("trl", {"versions": [f"1.{at}.0" for at in range(10)]})
     presence = Presence(whole, frozenset(there & among), frozenset(among))
     version = None if mine is None else Version(f"1.{mine}.0")
     bounds = presence.bounds(version)
@@ -446,14 +446,14 @@ def index() -> Iterator[tuple[str, list[str]]]:
         yield f"http://127.0.0.1:{server.server_address[1]}/simple", asked
 
 
-def build(address: str, folder: Path) -> Table:
+def build(address: str, folder: Path) -> ApiTable:
     environment = {"PATH": "/usr/bin:/bin", "PIP_CONFIG_FILE": "/dev/null", "PIP_INDEX_URL": address}
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "tools.api_history", "tokenizers", "--since", "2025-01-01"]
     command += ["--cache", str(folder / "cache"), "--out", str(folder)]
     environment["PYTHONPATH"] = f"{root}:{root / 'src'}"
     subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True)
-    return Table("tokenizers", json.loads(lzma.decompress((folder / "tokenizers.json.xz").read_bytes())))
+    return ApiTable("tokenizers", json.loads(lzma.decompress((folder / "tokenizers.json.xz").read_bytes())))
 
 
 def test_a_table_is_made_from_an_index_and_each_release_is_read_once(
@@ -478,7 +478,7 @@ def test_a_table_is_made_from_an_index_and_each_release_is_read_once(
 
 def test_no_table_is_read_before_it_is_needed() -> None:
     code = (
-        "import sys, reshard, reshard.cli; from reshard.diagnosis.history import table as t\n"
+        "import sys, reshard, reshard.cli; from reshard.diagnosis.history import api_table as t\n"
         "assert t.table.cache_info().currsize == 0 and 'lzma' not in sys.modules or t.table.cache_info().misses == 0"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -524,9 +524,9 @@ def test_a_package_that_has_a_name_is_never_missed() -> None:
     for package in ("accelerate", "peft", "trl"):
         known = table(package)
         assert known is not None
-        assert all(having([package], name) for name in names_of(known.raw))
+        assert all(packages_with([package], name) for name in names_of(known.raw))
     unknown = [f"Frob{each}Config" for each in range(1000)]
-    assert sum(bool(having(["trl"], each)) for each in unknown) < 50
+    assert sum(bool(packages_with(["trl"], each)) for each in unknown) < 50
 
 
 OF_ONE = {

@@ -8,12 +8,12 @@ import json
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.history import between, calls
-from reshard.diagnosis.history.between import changes
-from reshard.diagnosis.history.calls import spelling_of
+from reshard.diagnosis.history import call_parameters, release_diff
+from reshard.diagnosis.history.call_parameters import spelling_of
+from reshard.diagnosis.history.release_diff import changes
 
 
-@pytest.mark.parametrize("module", [between, calls])
+@pytest.mark.parametrize("module", [release_diff, call_parameters])
 def test_the_examples_are_true(module: object) -> None:
     result = doctest.testmod(module)
     assert result.attempted and not result.failed

@@ -14,11 +14,11 @@ import yaml
 import reshard
 from reshard.base.errors import Problem
 from reshard.base.translations import translated, translations
-from reshard.checks import rules, words
+from reshard.checks import phrases, rules
 from reshard.checks.finding import Finding
-from reshard.diagnosis.entries.entries import catalogue
-from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.targets.environment import diagnose_environment
+from reshard.diagnosis.entries.catalogue_entry import catalogue
+from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.diagnosis.targets.environments import diagnose_environment
 from tests.commandline import reshard as command
 from tests.doctor import test_configs, test_environment, test_scripts
 
@@ -58,7 +58,7 @@ def test_every_text_of_the_data_is_chinese() -> None:
         text["zh"]
         for path in (
             *Path(rules.__file__).parent.glob("*.yaml"),
-            Path(words.__file__).with_name("words.yaml"),
+            Path(phrases.__file__).with_name("words.yaml"),
         )
         for text in _texts(yaml.safe_load(path.read_text(encoding="utf-8")))
         if english_in(text["zh"])

@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 from rich.traceback import Traceback
 
-from reshard.checks.finding import UNKNOWN
-from reshard.diagnosis.logs import diagnose_text
+from reshard.checks.finding import UNKNOWN_FAILURE
+from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.diagnosis.text.first_failure import first_failure
 from reshard.diagnosis.text.log import read_log
-from reshard.diagnosis.text.root import first_failure
 from tests.doctor.tracebacks import failing
 
 FAILURE = [
@@ -285,7 +285,7 @@ LOOSE = {
 @pytest.mark.parametrize("before", ["", STEPS])
 def test_a_failure_that_is_visible_is_never_passed_over(how: str, before: str) -> None:
     (found,) = diagnose_text("log", f"{before}\n{LOOSE[how]}")
-    assert found.code == UNKNOWN and found.severity == "error"
+    assert found.code == UNKNOWN_FAILURE and found.severity == "error"
 
 
 @pytest.mark.parametrize("how", [how for how in LOOSE if how != "cut off"])

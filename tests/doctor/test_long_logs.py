@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.diagnosis import diagnose
-from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.text.prefixes import cleaned
-from reshard.diagnosis.text.thinning import ROOM, WHOLE, thinned
+from reshard.diagnosis.diagnose_targets import diagnose
+from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.diagnosis.text.line_prefixes import cleaned
+from reshard.diagnosis.text.log_thinning import FIRST_LINES, MAX_CHARACTERS, thinned
 from tests.doctor.test_expressions import GENERAL
 
 HEAD = Path(__file__).parent / "head"
@@ -84,7 +84,7 @@ def test_lines_keep_their_numbers_and_their_order() -> None:
     kept = list(thinned(lines))
     assert len(kept) < len(lines) / 2
     numbers = [number for number, _, _ in kept]
-    assert numbers == sorted(set(numbers)) and numbers[:WHOLE] == list(range(1, WHOLE + 1))
+    assert numbers == sorted(set(numbers)) and numbers[:FIRST_LINES] == list(range(1, FIRST_LINES + 1))
     assert all(cleaned(lines[number - 1]).endswith(text) for number, _, text in kept)
 
 
@@ -159,7 +159,7 @@ def test_lines_that_all_differ_take_no_more_room_than_others() -> None:
     rng = random.Random(0)
     lines = (base64.b64encode(rng.randbytes(3_000)).decode() for _ in range(25_000))
     kept = list(thinned(lines))
-    assert kept[-1][0] == 25_000 and sum(len(text) for _, _, text in kept) <= 2 * ROOM + 4_000
+    assert kept[-1][0] == 25_000 and sum(len(text) for _, _, text in kept) <= 2 * MAX_CHARACTERS + 4_000
 
 
 def test_a_prefix_of_its_own_on_every_line_takes_no_time() -> None:

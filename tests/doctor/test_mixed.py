@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.checks.finding import UNKNOWN
+from reshard.checks.finding import UNKNOWN_FAILURE
 from tests.doctor.test_classes import SITE, first, raised
 
 FSDP = "distributed_type: FSDP\n"
@@ -56,7 +56,7 @@ def test_causes_across_frameworks(text: str) -> None:
 
 def test_a_key_without_code_is_told_only_if_its_kind_is_known() -> None:
     for key in ("frob", "type", "name", "Frob"):
-        assert first(f"KeyError: '{key}'").code == UNKNOWN
+        assert first(f"KeyError: '{key}'").code == UNKNOWN_FAILURE
 
 
 def test_one_name_shows_more_layers_only_if_every_layer_has_such_a_part() -> None:

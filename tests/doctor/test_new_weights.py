@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from reshard.diagnosis import Finding
-from reshard.diagnosis.logs import diagnose_text
+from reshard.diagnosis.log_diagnosis import diagnose_text
 
 LISTED = (
     "Some weights of LlamaForCausalLM were not initialized from the model checkpoint at ./out/hf and are newly "

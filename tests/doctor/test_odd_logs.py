@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from reshard.checks.finding import CERTAINTIES, UNKNOWN
-from reshard.diagnosis.entries.entries import catalogue
-from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.text.prefixes import START
+from reshard.checks.finding import CERTAINTIES, UNKNOWN_FAILURE
+from reshard.diagnosis.entries.catalogue_entry import catalogue
+from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.diagnosis.text.line_prefixes import TRACEBACK_START
 from reshard.diagnosis.text.tracebacks import Traceback
-from reshard.diagnosis.unknown import WORKER_UNSEEN
-from reshard.diagnosis.upstream import package_of, repositories, search_of
+from reshard.diagnosis.unknown_failure import WORKER_TRACEBACK_MISSING
+from reshard.diagnosis.upstream_search import package_of, repositories, search_of
 from tests.doctor.test_log import FAILURE
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"
@@ -30,7 +30,7 @@ def test_lines_of_versions_are_no_part_of_a_message() -> None:
     (found,) = diagnose_text(
         "log", "TypeError: 'NoneType' object is not iterable\nvllm=0.9.1\ntrl[vllm]==0.19.0"
     )
-    assert found.code == UNKNOWN and "vllm" not in found.rule.en
+    assert found.code == UNKNOWN_FAILURE and "vllm" not in found.rule.en
 
 
 def test_a_launcher_that_ends_is_not_the_first_failure_whoever_tells_of_it() -> None:
@@ -44,7 +44,7 @@ Root Cause (first observed failure):
 ============================================================
 10:46:04   ERROR Terminating all processes..."""
     (found,) = diagnose_text("log", told)
-    assert found.code == WORKER_UNSEEN and "the first rank to die is 2" in map(str, found.evidence)
+    assert found.code == WORKER_TRACEBACK_MISSING and "the first rank to die is 2" in map(str, found.evidence)
     before = f"10:46:01   ERROR The tokenizer has left\n{told}"
     assert "tokenizer has left" in diagnose_text("log", before)[0].rule.en
 
@@ -79,13 +79,18 @@ NameError: name 'trainer' is not defined"""
 def test_advice_for_another_case_is_not_the_cure() -> None:
     said = "OSError: cannot use the file. If you tried to load a TF 2.0 checkpoint, please set from_tf=True."
     frame = f'  File "{SITE}/transformers/modeling_utils.py", line 9, in from_pretrained\n    raise OSError'
-    found = diagnose_text("log", f"{START}:\n{frame}\n{said}")[0]
+    found = diagnose_text("log", f"{TRACEBACK_START}:\n{frame}\n{said}")[0]
     assert "please set from_tf" not in found.remedy.en
 
 
 @pytest.mark.parametrize(
     ("status", "code"),
-    [("1", WORKER_UNSEEN), ("2", WORKER_UNSEEN), ("-6", "killed-crash"), ("-9", "killed-by-signal")],
+    [
+        ("1", WORKER_TRACEBACK_MISSING),
+        ("2", WORKER_TRACEBACK_MISSING),
+        ("-6", "killed-crash"),
+        ("-9", "killed-by-signal"),
+    ],
 )
 def test_the_status_alone_decides_what_ended_a_worker(status: str, code: str) -> None:
     place = "torch/distributed/elastic/multiprocessing/api.py:874]"
@@ -99,7 +104,7 @@ def test_the_status_alone_decides_what_ended_a_worker(status: str, code: str) ->
 def test_a_traceback_whose_lines_were_joined_is_not_taken_for_a_clean_log() -> None:
     joined = "12:00 - [rank7]: AssertionError    12:00 - [rank7]: Traceback (most recent call last): (RANK 7)     12:0"
     (found,) = diagnose_text("log", joined)
-    assert found.code == UNKNOWN and found.certainty == "possible"
+    assert found.code == UNKNOWN_FAILURE and found.certainty == "possible"
 
 
 def test_an_assertion_in_somebody_s_own_sentence_is_a_failure() -> None:
@@ -110,7 +115,7 @@ def test_an_assertion_in_somebody_s_own_sentence_is_a_failure() -> None:
 def test_a_title_above_a_traceback_that_is_cut_off_has_its_frames() -> None:
     cut = 'Traceback (most recent call last):\n[rank2]:   File "/a/megatron/training/initialize.py", line 5, in start\n'
     found = diagnose_text("log", f"TypeError: frob() got an unexpected keyword argument 'size'\n\n{cut}")[0]
-    assert found.code == UNKNOWN and "initialize.py:5 start" in found.rule.en
+    assert found.code == UNKNOWN_FAILURE and "initialize.py:5 start" in found.rule.en
 
 
 def test_the_exception_of_a_process_that_spawned_another_is_a_consequence() -> None:
@@ -173,7 +178,7 @@ def test_the_exception_of_a_rank_inside_that_of_a_distributed_checkpoint(tmp_pat
     assert found.places[0].text == "RuntimeError: Missing key in checkpoint state_dict: b."
     assert any("first failure" in each.en for each in found.evidence)
     unknown = diagnose_text("log", ran.stderr.replace("Missing key in checkpoint state_dict", "frob"))[0]
-    assert unknown.code == UNKNOWN and "create_default_local_load_plan" in unknown.rule.en
+    assert unknown.code == UNKNOWN_FAILURE and "create_default_local_load_plan" in unknown.rule.en
 
 
 def test_an_argument_that_no_release_explains_is_unknown() -> None:
@@ -183,7 +188,7 @@ def test_an_argument_that_no_release_explains_is_unknown() -> None:
     (found,) = diagnose_text(
         "log", f"{call}TypeError: A.load_adapter() got an unexpected keyword argument 'state'"
     )
-    assert (found.code, found.certainty) == (UNKNOWN, "possible")
+    assert (found.code, found.certainty) == (UNKNOWN_FAILURE, "possible")
     (known,) = diagnose_text(
         "log", f"{call}TypeError: SFTConfig.__init__() got an unexpected keyword argument 'max_seq_length'"
     )
@@ -202,7 +207,7 @@ def test_what_several_causes_have_is_never_sure() -> None:
 def test_the_advice_of_nccl_is_no_level_of_a_logger() -> None:
     told = "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.18.1"
     (found,) = diagnose_text("log", f"torch.distributed.DistBackendError: NCCL error in: x.cpp:1, {told}\n")
-    assert found.code == UNKNOWN and told in found.rule.en
+    assert found.code == UNKNOWN_FAILURE and told in found.rule.en
 
 
 # ------------------------------------------------------------------------------------------------- upstream

@@ -10,7 +10,7 @@ import pytest
 from reshard.base.languages import Text
 from reshard.checks.finding import Finding
 from reshard.diagnosis.candidates import candidates_of
-from reshard.diagnosis.entries import entries
+from reshard.diagnosis.entries import catalogue_entry
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity, ranked
 from reshard.diagnosis.text.log import read_log
 
@@ -48,8 +48,8 @@ def test_the_order_in_which_candidates_are_found_changes_nothing(path: Path) -> 
 def test_the_names_of_files_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     logs = [read_log("log", path.read_text(errors="replace")) for path in LOGS]
     before = [[each.finding.code for each in ranked(candidates_of(log))] for log in logs]
-    turned = dict(reversed(entries.catalogue().items()))
-    monkeypatch.setattr("reshard.diagnosis.entries.match.catalogue", lambda: turned)
+    turned = dict(reversed(catalogue_entry.catalogue().items()))
+    monkeypatch.setattr("reshard.diagnosis.entries.matching.catalogue", lambda: turned)
     assert [[each.finding.code for each in ranked(candidates_of(log))] for log in logs] == before
 
 

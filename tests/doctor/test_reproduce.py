@@ -34,7 +34,7 @@ from packaging.requirements import Requirement
 
 import reshard
 from reshard.checks.finding import Finding
-from reshard.diagnosis.entries.entries import Entry, catalogue
+from reshard.diagnosis.entries.catalogue_entry import CatalogueEntry, catalogue
 from tests.environments import python_with
 
 FOLDER = Path(__file__).with_name("reproduce")
@@ -51,7 +51,7 @@ class Case:
     """One way to make a failure, as the comments of its script describe it."""
 
     script: Path
-    entry: Entry
+    entry: CatalogueEntry
     processes: int
     needs: tuple[Requirement, ...]
     environment: dict[str, str]

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from reshard.checks.rules import rules
-from reshard.diagnosis.diagnosis import diagnose
-from reshard.diagnosis.entries.entries import catalogue
-from reshard.diagnosis.history.keys import Keys
-from reshard.diagnosis.history.table import table
-from reshard.diagnosis.history.versions import Versions
-from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.spelling import USUAL, WITH_BF16, Usage, _data, _shows, keys_of
+from reshard.diagnosis.diagnose_targets import diagnose
+from reshard.diagnosis.entries.catalogue_entry import catalogue
+from reshard.diagnosis.history.api_table import table
+from reshard.diagnosis.history.config_keys import ConfigKeys
+from reshard.diagnosis.history.versions_in_use import Versions
+from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.diagnosis.remedy_spelling import USUAL_TOOL, WITH_BFLOAT16, RunTools, _data, _shows, keys_of
 
 SETTINGS, TOOLS = _data()["settings"], _data()["tools"]
 RAN = {
@@ -35,21 +35,21 @@ RAN = {
     "accelerate": "$ accelerate launch train.py",
     "torchrun": "$ torchrun --nproc-per-node 8 train.py",
     "deepspeed": "$ deepspeed --num_gpus 8 train.py",
-    USUAL: "$ python train.py",
+    USUAL_TOOL: "$ python train.py",
 }
 OUT_OF_MEMORY = (
     "RuntimeError: XPU out of memory. Tried to allocate 7.42 GiB. GPU 0 has a total capacity of 15.56 GiB"
 )
 
 
-def usage_of(text: str) -> Usage:
-    usage = Usage()
+def usage_of(text: str) -> RunTools:
+    usage = RunTools()
     usage.see(text)
     return usage
 
 
 def test_every_tool_is_known_by_its_command() -> None:
-    assert RAN.keys() == TOOLS.keys() and _shows().keys() == TOOLS.keys() - {USUAL}
+    assert RAN.keys() == TOOLS.keys() and _shows().keys() == TOOLS.keys() - {USUAL_TOOL}
     for tool, command in RAN.items():
         assert usage_of(command).tools[0] == tool, command
 
@@ -77,7 +77,7 @@ LAUNCHERS = {"trl": {"accelerate_config", "num_processes", "main_process_port"}}
     [("trl", "trl"), ("swift", "ms-swift"), ("llamafactory", "llamafactory"), ("accelerate", "accelerate")],
 )
 def test_keys_are_those_of_the_programs_releases(tool: str, program: str) -> None:
-    known = Keys(program, Versions()).known
+    known = ConfigKeys(program, Versions()).known
     found = keys(tool) - LAUNCHERS.get(tool, set())
     assert found and found <= known
 
@@ -103,7 +103,7 @@ def test_no_text_of_the_doctor_names_a_setting_that_is_none() -> None:
         for language in ("en", "zh")
     ]
     named = [match for text in texts for match in re.findall(r"<<([a-z0-9-]+)", text)]
-    assert named and set(named) - {WITH_BF16.strip("<>")} <= SETTINGS.keys()
+    assert named and set(named) - {WITH_BFLOAT16.strip("<>")} <= SETTINGS.keys()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_no_text_of_the_doctor_names_a_setting_that_is_none() -> None:
         ("trl", "`--accelerate_config zero3`"),
         ("megatron", "`--micro-batch-size 1`"),
         ("accelerate", "`accelerate launch --use_deepspeed --zero_stage 3 …`"),
-        (USUAL, "`gradient_checkpointing=True`"),
+        (USUAL_TOOL, "`gradient_checkpointing=True`"),
     ],
 )
 def test_a_cure_speaks_the_language_of_what_the_log_ran(tool: str, written: str) -> None:

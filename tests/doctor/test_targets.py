@@ -14,10 +14,10 @@ import pytest
 import reshard
 from reshard.base.plain_json import decoded
 from reshard.checks.rules import rules
-from reshard.diagnosis import diagnosis
-from reshard.diagnosis.entries.entries import catalogue
-from reshard.diagnosis.text.prefixes import START
-from reshard.diagnosis.text.reading import encoding_of
+from reshard.diagnosis import diagnose_targets
+from reshard.diagnosis.entries.catalogue_entry import catalogue
+from reshard.diagnosis.text.line_prefixes import TRACEBACK_START
+from reshard.diagnosis.text.text_files import encoding_of
 from tests.commandline import reshard as command
 
 EXCERPT = catalogue()["dtensor-mixed-cat"].excerpt
@@ -289,7 +289,7 @@ def test_what_a_run_recorded_is_why_it_ended(tmp_path: Path) -> None:
     (tmp_path / "problems.json").write_text(json.dumps([{**problem, "severity": "error"}]))
     (found,) = reshard.diagnose(tmp_path)
     assert found.code == "loss-diverged" and "step 2" in found.rule.en and found.remedy.en == "lower it"
-    trace = f'{START}:\n  File "/home/user/train.py", line 7, in main\n    run()'
+    trace = f'{TRACEBACK_START}:\n  File "/home/user/train.py", line 7, in main\n    run()'
     said = "reshard.base.errors.ReshardError: training diverged\n  found: step 2\n  remedy: lower it"
     (tmp_path / "train.log").write_text(f"{trace}\n{said}\n")
     assert [each.code for each in reshard.diagnose(tmp_path)] == ["loss-diverged"]
@@ -332,7 +332,7 @@ def test_a_failure_of_every_rank_is_not_shown_for_every_rank(tmp_path: Path) -> 
 
 
 def test_what_was_not_read_of_a_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "MOST", 2)
+    monkeypatch.setattr(diagnose_targets, "MAX_LOGS", 2)
     for rank in range(3):
         (tmp_path / f"rank_{rank}.log").write_text("step 1\n")
     assert "not read: 1;" in command("doctor", tmp_path, "--lang", "en").out

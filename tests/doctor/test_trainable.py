@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import reshard
-from reshard.diagnosis.targets import trainable
+from reshard.diagnosis.targets import trainability
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_tokenizer_of_transformers_5_is_an_error_beside_transformers_4(
     change(folder / "tokenizer_config.json", tokenizer_class="TokenizersBackend")
     severity = {}
     for installed in ("5.23.0", "4.51.3"):
-        monkeypatch.setattr(trainable, "version", lambda package, installed=installed: installed)
+        monkeypatch.setattr(trainability, "version", lambda package, installed=installed: installed)
         found = {finding.code: finding for finding in reshard.diagnose(folder)}["checkpoint-tokenizer-of-5"]
         severity[installed] = found.severity
     assert severity == {"5.23.0": "warning", "4.51.3": "error"}

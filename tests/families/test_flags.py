@@ -16,7 +16,12 @@ pytest.importorskip("megatron.core")
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 import reshard
-from reshard.engines.megatron.arguments import DEFAULTS, complete, config_fields, yarn_attributes
+from reshard.engines.megatron.stored_arguments import (
+    ARGUMENT_DEFAULTS,
+    complete,
+    config_fields,
+    yarn_attributes,
+)
 from reshard.families import FAMILIES
 from reshard.families.megatron_flags import NOT_RESTORED, flags_not_restored
 from tests.genuine.huggingface import VARIANTS
@@ -79,7 +84,7 @@ def test_megatron_builds_the_same_model_from_what_it_restores_and_is_told(
 def test_defaults_are_those_of_megatron() -> None:
     config = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     latent = {field.name: field.default for field in dataclasses.fields(MLATransformerConfig)}
-    parser = {**latent, **config, **DEFAULTS, "layernorm_epsilon": DEFAULTS["norm_epsilon"]}
+    parser = {**latent, **config, **ARGUMENT_DEFAULTS, "layernorm_epsilon": ARGUMENT_DEFAULTS["norm_epsilon"]}
     parser["apply_layernorm_1p"] = config["layernorm_zero_centered_gamma"]
     parser["rope_type"] = latent["rope_type"]  # which the config takes where the parser has None
     for name in NOT_RESTORED.keys() - {"mscale_all_dim"}:

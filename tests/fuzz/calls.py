@@ -23,10 +23,10 @@ from reshard.stores.registry import is_url, parsed
 from reshard.stores.web import WebStore
 from reshard.training.data import load_dataset, read_records, tokens
 from reshard.training.data.mix import mix_of
-from reshard.training.data.records import METHODS, seen
-from reshard.training.megatron.rows import Counts, pieces_of
-from reshard.training.request import check, run_of
+from reshard.training.data.records import SHAPES_OF_METHOD, seen
+from reshard.training.megatron.packed_rows import SampleCounts, pieces_of
 from reshard.training.run import Run
+from reshard.training.run_request import check, run_of
 from reshard.transfer.leftovers import recover, remove_unfinished, set_aside, unfinished
 from reshard.transfer.source_files import Sources
 from reshard.transfer.unfinished_marker import parsed_marker
@@ -312,12 +312,12 @@ def data(name: str) -> Open:
             if method == "sft":
                 rows = read_records(path, method)
                 found = (sample for row in rows for sample in tokens.samples(row, tokenizer))
-                list(pieces_of(found, 64, 1, Counts()))
+                list(pieces_of(found, 64, 1, SampleCounts()))
 
         def take(content: bytes) -> None:
             path = folder / name
             path.write_bytes(content)
-            for method in METHODS:
+            for method in SHAPES_OF_METHOD:
                 for step in (tabled, counted, packed):
                     with suppress(ReshardError):
                         step(path, method)

@@ -53,12 +53,12 @@ def load(adapter: Path, base: Path, out: Path, layout: dict[str, int], spec: str
 def _rank(args: dict[str, Any], sizes: Any, start: Path, adapter: Path, spec: Any) -> Any:
     from megatron.core import parallel_state as ps
 
-    from reshard.engines.megatron import parallel
-    from reshard.engines.megatron.checkpoint import load_weights
+    from reshard.engines.megatron import process_groups
+    from reshard.engines.megatron.checkpoint_io import load_weights
+    from reshard.engines.megatron.gpt_model import build_model
     from reshard.engines.megatron.logits import forward_logits
-    from reshard.engines.megatron.model import build_model
 
-    parallel.initialize(sizes, seed=0)
+    process_groups.initialize(sizes, seed=0)
     chunks = build_model(args, sizes, spec=spec)
     found = load_weights(chunks, start)
     assert not found.missing and not found.unexpected, found

@@ -24,11 +24,11 @@ def make(source: Path, out: Path) -> None:
     import functorch.compile  # noqa: F401 (before there is a triton)
 
     _prepare(source)
-    from reshard.engines.megatron import checkpoint
-    from reshard.engines.megatron.checkpoint import SaveOptions
+    from reshard.engines.megatron import checkpoint_io
+    from reshard.engines.megatron.checkpoint_io import SaveOptions
     from tests.genuine.train_megatron import train_and_save
 
-    checkpoint._sharded_random_state = (
+    checkpoint_io._sharded_random_state = (
         lambda layout: {}
     )  # as with --no-save-rng: the tool refuses such states
     shutil.rmtree(out, ignore_errors=True)

@@ -160,12 +160,12 @@ def _note(variant: Variant, out: Path, folder: Path) -> None:
 def _rank(variant: Variant, args: Any, sizes: Any, start: Path, folder: Path) -> Any:
     from megatron.core import parallel_state as ps
 
-    from reshard.engines.megatron import parallel
-    from reshard.engines.megatron.checkpoint import load_weights
+    from reshard.engines.megatron import process_groups
+    from reshard.engines.megatron.checkpoint_io import load_weights
+    from reshard.engines.megatron.gpt_model import build_model
     from reshard.engines.megatron.logits import forward_logits
-    from reshard.engines.megatron.model import build_model
 
-    parallel.initialize(sizes, seed=0)
+    process_groups.initialize(sizes, seed=0)
     chunks = build_model(args, sizes, spec=variant.spec)  # type: ignore[arg-type]
     found = load_weights(chunks, start)
     assert not found.missing and not found.unexpected, found

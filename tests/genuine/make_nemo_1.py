@@ -233,12 +233,12 @@ def _save_rank(told: tuple[Path, Path, Layout, str, Mapping[str, Any], list[Path
     import torch
     from megatron.core import parallel_state as ps
 
-    from reshard.engines.megatron import parallel
-    from reshard.engines.megatron.checkpoint import load_weights
-    from reshard.engines.megatron.model import build_model
+    from reshard.engines.megatron import process_groups
+    from reshard.engines.megatron.checkpoint_io import load_weights
+    from reshard.engines.megatron.gpt_model import build_model
 
     checkpoint, out, layout, how, config, beside = told
-    parallel.initialize(layout, seed=1)
+    process_groups.initialize(layout, seed=1)
     args = torch.load(checkpoint / "common.pt", weights_only=False)["args"]
     dtype = torch.float32 if how in ADAPTED else torch.bfloat16
     (chunk,) = build_model(args, layout, dtype=dtype)

@@ -55,7 +55,7 @@ def make(source: Path, out: Path) -> None:
     """Train for two steps on two ranks, save with a portable optimizer, and compute logits of what was saved."""
     _prepare(source)
     from reshard.engines.megatron import megatron_logits
-    from reshard.engines.megatron.checkpoint import SaveOptions
+    from reshard.engines.megatron.checkpoint_io import SaveOptions
     from tests.genuine.train_megatron import train_and_save
 
     shutil.rmtree(out, ignore_errors=True)

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron.checkpoint import Format, SaveOptions
-from reshard.engines.megatron.model import Spec
+from reshard.engines.megatron.checkpoint_io import MegatronFormat, SaveOptions
+from reshard.engines.megatron.gpt_model import LayerSpec
 from tests.environments import CACHE
 from tests.genuine.train_megatron import train_and_save
 
@@ -126,11 +126,11 @@ class Variant:
 
     args: dict[str, Any]
     layout: Layout = field(default_factory=Layout)
-    spec: Spec = "local"
+    spec: LayerSpec = "local"
     steps: int = 2
     bf16: bool = True
     distributed_optimizer: bool = False
-    formats: tuple[Format, ...] = ("torch_dist", "torch")
+    formats: tuple[MegatronFormat, ...] = ("torch_dist", "torch")
     save: dict[str, Any] = field(default_factory=dict)
     start: str | None = None
     more: dict[str, Any] = field(default_factory=dict)
@@ -202,7 +202,7 @@ def _buffered(
     args: dict[str, Any],
     layout: Layout | None = None,
     *,
-    spec: Spec = "local",
+    spec: LayerSpec = "local",
     bf16: bool = True,
     **more: Any,
 ) -> Variant:
@@ -261,7 +261,7 @@ class Genuine:
     args: dict[str, Any]
     layout: Layout
 
-    def iteration(self, format: Format = "torch_dist") -> Path:
+    def iteration(self, format: MegatronFormat = "torch_dist") -> Path:
         """The `iter_*` or `release` folder."""
         tracker = (self.roots[format] / "latest_checkpointed_iteration.txt").read_text()
         return self.roots[format] / ("release" if tracker == "release" else f"iter_{int(tracker):07d}")

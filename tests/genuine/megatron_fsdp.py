@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron import parallel
-from reshard.engines.megatron.arguments import one_expert_at_a_time, to_store
-from reshard.engines.megatron.checkpoint import random_state
-from reshard.engines.megatron.logits import Tokens
-from reshard.engines.megatron.model import Spec, build_model
+from reshard.engines.megatron import process_groups
+from reshard.engines.megatron.checkpoint_io import random_state
+from reshard.engines.megatron.gpt_model import LayerSpec, build_model
+from reshard.engines.megatron.logits import TokenArray
 from reshard.engines.megatron.session import run_ranks
+from reshard.engines.megatron.stored_arguments import one_expert_at_a_time, to_store
 from tests.environments import python
 from tests.genuine import train_megatron
 
@@ -43,7 +43,7 @@ class Run:
     """
 
     args: Mapping[str, Any]
-    tokens: Tokens
+    tokens: TokenArray
     out: Path | None = None
     initial: Path | None = None
     layout: Layout = field(default_factory=lambda: Layout(dp=2))
@@ -52,7 +52,7 @@ class Run:
     iteration: int = 0
     save_optimizer: bool = True
     strategy: str = "optim_grads_params"
-    spec: Spec = "local"
+    spec: LayerSpec = "local"
     lr: float = 1e-2
 
 
@@ -111,7 +111,7 @@ def _rank(run: Run) -> Result:
 
     _name_a_cpu()
     _use_an_adam_like_transformer_engines()
-    parallel.initialize(run.layout, seed=1)
+    process_groups.initialize(run.layout, seed=1)
     args = one_expert_at_a_time(run.args) if run.spec == "local" else run.args
     (model,) = build_model(args, run.layout, spec=run.spec, dtype=torch.bfloat16, training=True)
     wrapped = _wrapped(model, run)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from reshard.engines.megatron import cpu
+from reshard.engines.megatron import cpu_patches
 from tests.genuine.megatron_fsdp import Cpu
 from tests.genuine.ranks import on_ranks
 
@@ -26,8 +26,8 @@ PREFIX = "module."
 def save(rank: int, source: Path, out: Path, initial: Path | None) -> None:
     """What each rank does."""
     sys.modules["megatron"] = None  # type: ignore[assignment]  # whose older copy of the package it would use
-    cpu._replace_cuda_runtime()
-    cpu._redirect_devices()
+    cpu_patches._replace_cuda_runtime()
+    cpu_patches._redirect_devices()
     cuda: Any = torch.cuda
     cuda.current_device = lambda: Cpu("cpu")
     from megatron_fsdp import fully_shard_model

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.engines.megatron import MegatronLogits, RankError, megatron_logits, run_ranks
-from reshard.engines.megatron.checkpoint import Format, SaveOptions
+from reshard.engines.megatron.checkpoint_io import MegatronFormat, SaveOptions
 from reshard.engines.megatron.unpickle import Inert, inert_pickle
 from tests.genuine.megatron import OLDER_VERSIONS, QWEN2, VARIANTS, Genuine, make, tokens
 from tests.genuine.train_megatron import train_and_save
@@ -47,7 +47,7 @@ def genuine(tmp_path_factory: pytest.TempPathFactory) -> Maker:
 
 
 def logits(
-    checkpoint: Genuine, layout: Layout | Layout | None = None, format: Format = "torch_dist"
+    checkpoint: Genuine, layout: Layout | Layout | None = None, format: MegatronFormat = "torch_dist"
 ) -> MegatronLogits:
     return megatron_logits(checkpoint.iteration(format), TOKENS, args=checkpoint.args, layout=layout)
 

@@ -15,27 +15,29 @@ from typing import Any
 import torch
 
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron import parallel
-from reshard.engines.megatron.arguments import one_expert_at_a_time, to_store
-from reshard.engines.megatron.checkpoint import SaveOptions, random_state, save_checkpoint
-from reshard.engines.megatron.model import Spec, build_model
+from reshard.engines.megatron import process_groups
+from reshard.engines.megatron.checkpoint_io import SaveOptions, random_state, save_checkpoint
+from reshard.engines.megatron.gpt_model import LayerSpec, build_model
 from reshard.engines.megatron.session import run_ranks
+from reshard.engines.megatron.stored_arguments import one_expert_at_a_time, to_store
 
 RANKS = 2
 
 
-def make(args: Mapping[str, Any], out: Path, spec: Spec = "local", ckpt_format: str = "torch_dcp") -> None:
+def make(
+    args: Mapping[str, Any], out: Path, spec: LayerSpec = "local", ckpt_format: str = "torch_dcp"
+) -> None:
     """Save random weights in `out/torch_dist` and `out/torch_dcp`, the latter with an optimizer."""
     args = one_expert_at_a_time(args) if spec == "local" else args
     run_ranks(RANKS, _rank, args, out, spec, ckpt_format)
 
 
-def _rank(args: argparse.Namespace | Mapping[str, Any], out: Path, spec: Spec, ckpt_format: str) -> None:
+def _rank(args: argparse.Namespace | Mapping[str, Any], out: Path, spec: LayerSpec, ckpt_format: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     layout = Layout(dp=RANKS)
-    parallel.initialize(layout, seed=1)
+    process_groups.initialize(layout, seed=1)
     chunks = build_model(args, layout, spec=spec, dtype=torch.float32, training=True)
     (model,) = chunks
     torch.manual_seed(5)  # the same on both ranks, and other norms than ones

@@ -11,12 +11,18 @@ from typing import Any
 import numpy as np
 
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron import parallel
-from reshard.engines.megatron.arguments import complete, one_expert_at_a_time, to_store
-from reshard.engines.megatron.checkpoint import Mismatch, SaveOptions, load_run, load_weights, save_checkpoint
-from reshard.engines.megatron.logits import Tokens
-from reshard.engines.megatron.model import Spec, build_model
+from reshard.engines.megatron import process_groups
+from reshard.engines.megatron.checkpoint_io import (
+    Mismatch,
+    SaveOptions,
+    load_run,
+    load_weights,
+    save_checkpoint,
+)
+from reshard.engines.megatron.gpt_model import LayerSpec, build_model
+from reshard.engines.megatron.logits import TokenArray
 from reshard.engines.megatron.session import run_ranks
+from reshard.engines.megatron.stored_arguments import complete, one_expert_at_a_time, to_store
 from tests.genuine.held_states import save_held_states
 
 
@@ -37,7 +43,7 @@ class _Recipe:
     out: Path
     initial: Path | None
     resume: bool
-    tokens: Tokens
+    tokens: TokenArray
     steps: int
     sequences: int | None
     lr: float
@@ -46,7 +52,7 @@ class _Recipe:
     bucket_size: int | None
     gradients: bool
     held: bool
-    spec: Spec
+    spec: LayerSpec
     seed: int
     iteration: int
     save: tuple[SaveOptions, ...]
@@ -55,7 +61,7 @@ class _Recipe:
 def train_and_save(
     args: argparse.Namespace | Mapping[str, Any],
     out: Path | str,
-    tokens: Tokens,
+    tokens: TokenArray,
     *,
     checkpoint: Path | str | None = None,
     resume: bool = False,
@@ -68,7 +74,7 @@ def train_and_save(
     bucket_size: int | None = None,
     gradients: bool = True,
     held: bool = False,
-    spec: Spec = "local",
+    spec: LayerSpec = "local",
     seed: int = 1234,
     iteration: int | None = None,
     save: SaveOptions | tuple[SaveOptions, ...] = SaveOptions(),  # noqa: B008 (frozen)
@@ -119,7 +125,7 @@ def train_and_save(
 def _train_rank(recipe: _Recipe) -> TrainingRun:
     import torch
 
-    parallel.initialize(recipe.layout, seed=recipe.seed)
+    process_groups.initialize(recipe.layout, seed=recipe.seed)
     dtype = torch.bfloat16 if recipe.bf16 else torch.float32
     chunks = build_model(recipe.args, recipe.layout, spec=recipe.spec, dtype=dtype, training=True)
     if recipe.initial is not None and not recipe.resume:

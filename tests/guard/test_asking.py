@@ -14,19 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from reshard.checks import probe
-from reshard.checks.environment import NAMES, find_gpus, look_around
-from reshard.guard.before import asking
-from reshard.guard.before.asking import Question
-from reshard.guard.command.read import read_command
+from reshard.checks import installed_packages
+from reshard.checks.environment import PACKAGE_NAMES, find_gpus, look_around
+from reshard.guard.before import command_python
+from reshard.guard.before.command_python import PythonQuestion
+from reshard.guard.command.read_command import read_command
 from tests.environments import python
 
-PROBE = Path(probe.__file__).read_text(encoding="utf-8")
+PROBE = Path(installed_packages.__file__).read_text(encoding="utf-8")
 OLD = Path.home() / ".pyenv/versions"
 
 
-def asked(line: str, folder: Path, **variables: str) -> asking.Answer:
-    return Question(read_command(line.split(), {**os.environ, **variables}, folder)).answer()
+def asked(line: str, folder: Path, **variables: str) -> command_python.PythonAnswer:
+    return PythonQuestion(read_command(line.split(), {**os.environ, **variables}, folder)).answer()
 
 
 def test_the_probe_is_python_3_8() -> None:
@@ -81,7 +81,7 @@ def test_the_environment_and_folder_of_the_command(tmp_path: Path) -> None:
 def test_an_interpreter_that_does_not_answer(
     program: str, silence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "PATIENCE", 0.5)
+    monkeypatch.setattr(command_python, "TIMEOUT_SECONDS", 0.5)
     path = tmp_path / "python"
     path.write_text(program)
     path.chmod(0o755)
@@ -96,7 +96,7 @@ def test_a_command_without_a_python(tmp_path: Path) -> None:
 
 
 def test_a_question_takes_no_time_and_imports_nothing() -> None:
-    request = json.dumps({"names": list(NAMES), "modules": ["torch.distributed.run"]})
+    request = json.dumps({"names": list(PACKAGE_NAMES), "modules": ["torch.distributed.run"]})
     code = f"{PROBE}\nassert not {{'torch', 'numpy', 'transformers'}} & sys.modules.keys()"
     assert processor_time("-c", code, request) < 0.3 + 2 * processor_time("-c", "")
 
@@ -177,7 +177,7 @@ def test_the_environment_in_which_a_runner_starts_a_script(line: str, project: P
     variables = with_runners(project)
     words = line.split()
     ran = subprocess.run(words, cwd=project, env=variables, check=True, capture_output=True, text=True)
-    answer = Question(read_command(words, variables, project)).answer()
+    answer = PythonQuestion(read_command(words, variables, project)).answer()
     assert answer.environment is not None, answer.silence
     assert answer.versions["safetensors"] == ran.stdout.split()[-1]
 
@@ -186,6 +186,6 @@ def test_the_environment_in_which_a_runner_starts_a_script(line: str, project: P
 def test_packages_that_uv_installs_before_the_start_are_not_judged(project: Path, tmp_path: Path) -> None:
     for name in ("pyproject.toml", "t.py"):
         shutil.copy(project / name, tmp_path)
-    answer = Question(read_command(["uv", "run", "-m", "t"], with_runners(project), tmp_path)).answer()
+    answer = PythonQuestion(read_command(["uv", "run", "-m", "t"], with_runners(project), tmp_path)).answer()
     assert "uv sync" in answer.silence and answer.missing == ()
     assert {each.name for each in tmp_path.iterdir()} == {"pyproject.toml", "t.py"}

@@ -16,8 +16,8 @@ import pytest
 
 from reshard.base.errors import Problem
 from reshard.guard.before import resources
-from reshard.guard.before.checks import Checked, check
-from reshard.guard.command.read import read_command
+from reshard.guard.before.command_checks import Checked, check
+from reshard.guard.command.read_command import read_command
 from tests.environments import python
 from tests.guard.commands import FILES
 
@@ -307,7 +307,8 @@ def test_what_was_not_checked_is_said(folder: Path) -> None:
 def test_the_checks_take_half_a_second(folder: Path) -> None:
     code = (
         "import os, sys, time, pathlib; begin = time.process_time()\n"
-        "from reshard.guard.command.read import read_command\nfrom reshard.guard.before.checks import check\n"
+        "from reshard.guard.command.read_command import read_command\n"
+        "from reshard.guard.before.command_checks import check\n"
         "found = check(read_command(sys.argv[1:], dict(os.environ), pathlib.Path.cwd()))\n"
         "print(time.process_time() - begin, [m for m in ('numpy', 'torch', 'transformers') if m in sys.modules])"
     )

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from torch.distributed.run import config_from_args, parse_args
 
 from reshard.guard.command.launchers import LAUNCHERS, options_of
-from reshard.guard.command.read import Command, read_command
+from reshard.guard.command.read_command import TrainingCommand, read_command
 from tests.environments import python
 
 BIN = Path(sys.executable).parent
 HERE = {"PATH": f"{BIN}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def read(line: str, folder: Path = Path("/nowhere"), **variables: str) -> Command:
+def read(line: str, folder: Path = Path("/nowhere"), **variables: str) -> TrainingCommand:
     return read_command(shlex.split(line), {**HERE, **variables}, folder)
 
 

@@ -19,5 +19,5 @@ def test_a_good_run_imports_neither_formats_nor_the_report_of_failures(tmp_path:
         "numpy",
         "reshard.formats",
         "reshard.guard.end.failure",
-        "reshard.guard.end.checkpoints",
+        "reshard.guard.end.saved_checkpoints",
     }

@@ -19,13 +19,13 @@ import pytest
 from rich.console import Console
 
 from reshard.base.errors import Problem
-from reshard.guard.command.read import Started
-from reshard.guard.end.acceptance import Check
-from reshard.guard.end.final import Finished
-from reshard.guard.end.report import Ran, Report, ended
-from reshard.guard.options import Options
-from reshard.guard.supervise.supervision import Outcome
-from reshard.guard.watch.watching import Notice
+from reshard.guard.command.read_command import StartedProgram
+from reshard.guard.end.acceptance import CheckResult
+from reshard.guard.end.end_report import EndedCommand, EndReport, ended
+from reshard.guard.end.final_folder import FinishedRun
+from reshard.guard.options import GuardOptions
+from reshard.guard.supervise.supervision import CommandOutcome
+from reshard.guard.watch.watcher import Notice
 from tests.train.trl_runs import server
 
 SCRIPT = """
@@ -63,13 +63,13 @@ WORDS = (
 )
 
 
-def run(folder: Path, words: tuple[str, ...], how: str = "") -> Outcome:
+def run(folder: Path, words: tuple[str, ...], how: str = "") -> CommandOutcome:
     """Run a script as the guard does: its output in a log, its status as in a shell."""
     began = time.time()
     process = server().Process(target=be_script, args=(folder, words, how))
     process.start()
     process.join()
-    return Outcome(process.exitcode if process.exitcode >= 0 else 128 - process.exitcode, began=began)
+    return CommandOutcome(process.exitcode if process.exitcode >= 0 else 128 - process.exitcode, began=began)
 
 
 def be_script(folder: Path, words: tuple[str, ...], how: str) -> None:
@@ -84,9 +84,9 @@ def be_script(folder: Path, words: tuple[str, ...], how: str) -> None:
     runpy.run_path(words[1], run_name="__main__")
 
 
-def ran(folder: Path, **more: object) -> Ran:
-    started = Started(WORDS, folder / "train.py")
-    return replace(Ran(started, folder / "output.log", folder, folder / "out", ranks=1), **more)  # type: ignore[arg-type]
+def ran(folder: Path, **more: object) -> EndedCommand:
+    started = StartedProgram(WORDS, folder / "train.py")
+    return replace(EndedCommand(started, folder / "output.log", folder, folder / "out", ranks=1), **more)  # type: ignore[arg-type]
 
 
 def losses(folder: Path) -> list[float]:
@@ -94,7 +94,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in state["log_history"] if "loss" in row]
 
 
-def printed(report: Report, language: str = "en") -> str:
+def printed(report: EndReport, language: str = "en") -> str:
     console = Console(file=StringIO(), width=400)
     report.print(console, language)
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
@@ -109,16 +109,16 @@ def folder(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def killed(folder: Path) -> Outcome:
+def killed(folder: Path) -> CommandOutcome:
     outcome = run(folder, WORDS, "kill")
     assert outcome.status == 137
     return outcome
 
 
 def test_the_command_that_is_shown_continues_to_the_same_losses_and_the_folder_loads(
-    folder: Path, killed: Outcome, tmp_path: Path
+    folder: Path, killed: CommandOutcome, tmp_path: Path
 ) -> None:
-    report = ended(ran(folder), killed, Options())
+    report = ended(ran(folder), killed, GuardOptions())
     assert report.status == 137 and report.resume and report.resume.words
     text = printed(report)
     assert "the last complete checkpoint: " in text and "checkpoint-2" in text
@@ -131,7 +131,7 @@ def test_the_command_that_is_shown_continues_to_the_same_losses_and_the_folder_l
     whole = Path(shutil.copytree(folder, tmp_path / "whole", ignore=shutil.ignore_patterns("out")))
     assert run(whole, WORDS).status == 0
     assert losses(again) == losses(whole)
-    options = Options(final=again / "final", base=again / "model")
+    options = GuardOptions(final=again / "final", base=again / "model")
     notes: list[str] = []
     report = ended(ran(again), resumed, options, notes.append)
     assert len(notes) == 1 and notes[0].startswith("converting "), "what takes long is announced"
@@ -140,59 +140,64 @@ def test_the_command_that_is_shown_continues_to_the_same_losses_and_the_folder_l
     assert report.as_dict()["final"]["whole"]
 
 
-def test_a_report_is_in_chinese_too(folder: Path, killed: Outcome) -> None:
-    text = printed(ended(ran(folder), killed, Options()), "zh")
+def test_a_report_is_in_chinese_too(folder: Path, killed: CommandOutcome) -> None:
+    text = printed(ended(ran(folder), killed, GuardOptions()), "zh")
     assert "最近的完整检查点" in text and "错误：进程被外部信号终止" in text and "从它继续" in text
 
 
-def test_a_run_that_the_guard_ended_has_status_1(folder: Path, killed: Outcome) -> None:
+def test_a_run_that_the_guard_ended_has_status_1(folder: Path, killed: CommandOutcome) -> None:
     nan = Notice(Problem("loss-not-finite", "the loss is NaN", remedy="lower it"), ("step 3",), stop=True)
-    report = ended(ran(folder), replace(killed, status=143, notices=[nan]), Options(final=folder / "final"))
+    report = ended(
+        ran(folder), replace(killed, status=143, notices=[nan]), GuardOptions(final=folder / "final")
+    )
     text = printed(report)
     assert report.status == 1 and "the guard ended the run" in text and "the loss is NaN" in text
     assert report.final is None and not (folder / "final").exists()
 
 
-def test_a_signal_is_no_failure(folder: Path, killed: Outcome) -> None:
+def test_a_signal_is_no_failure(folder: Path, killed: CommandOutcome) -> None:
     outcome = replace(killed, status=143, signal=int(signal.SIGTERM))
-    report = ended(ran(folder), outcome, Options())
+    report = ended(ran(folder), outcome, GuardOptions())
     assert report.status == 143 and report.failure is None
     assert "the command was ended by SIGTERM" in printed(report)
     assert report.as_dict()["checkpoint"] == str(folder / "out/checkpoint-2")
 
 
-def test_an_unknown_folder_is_looked_for_below_the_working_folder(folder: Path, killed: Outcome) -> None:
-    found = ended(ran(folder, output=None), killed, Options()).saved
+def test_an_unknown_folder_is_looked_for_below_the_working_folder(
+    folder: Path, killed: CommandOutcome
+) -> None:
+    found = ended(ran(folder, output=None), killed, GuardOptions()).saved
     assert found and found.last and found.last.path == folder / "out/checkpoint-2"
     later = replace(killed, began=time.time() + 60)
-    report = ended(ran(folder, output=None), later, Options())
+    report = ended(ran(folder, output=None), later, GuardOptions())
     assert report.saved and report.saved.last is None
     assert f"no complete checkpoint was found in {folder}" in printed(report)
-    assert "is from before this start" in printed(ended(ran(folder), later, Options()))
+    assert "is from before this start" in printed(ended(ran(folder), later, GuardOptions()))
 
 
 def test_many_tensors_of_a_failed_check_are_listed_together(tmp_path: Path) -> None:
     wrong = [
         Problem("nan", "a weight is NaN", tensor=f"layer.{number}", remedy="retrain") for number in range(9)
     ]
-    final = Finished(tmp_path, None, (Check("converted", "a weight is NaN", tuple(wrong)),))
-    text = printed(Report(Outcome(), tmp_path, tmp_path, final=final))
+    final = FinishedRun(tmp_path, None, (CheckResult("converted", "a weight is NaN", tuple(wrong)),))
+    text = printed(EndReport(CommandOutcome(), tmp_path, tmp_path, final=final))
     assert text.count("retrain") == 1 and "layer.0, layer.1, layer.2" in text and "layer.8" not in text
 
 
 def test_a_good_run_without_a_checkpoint_does_not_pass_for_final(tmp_path: Path) -> None:
     (tmp_path / "output.log").touch()
-    report = ended(ran(tmp_path), Outcome(), Options(final=tmp_path / "final"))
+    report = ended(ran(tmp_path), CommandOutcome(), GuardOptions(final=tmp_path / "final"))
     assert report.status == 1 and "no checkpoint with complete weights was found" in printed(report)
     assert "kept as" not in printed(report), "no folder was made"
 
 
 def test_a_good_run_imports_nothing_more() -> None:
     code = (
-        "import sys; from pathlib import Path; from reshard.guard.end.report import Ran, ended\n"
-        "from reshard.guard.options import Options; from reshard.guard.supervise.supervision import Outcome\n"
+        "import sys; from pathlib import Path; from reshard.guard.end.end_report import EndedCommand, ended\n"
+        "from reshard.guard.options import GuardOptions\n"
+        "from reshard.guard.supervise.supervision import CommandOutcome\n"
         "before = set(sys.modules)\n"
-        "ended(Ran(None, Path('log'), Path()), Outcome(), Options())\n"
+        "ended(EndedCommand(None, Path('log'), Path()), CommandOutcome(), GuardOptions())\n"
         "print(set(sys.modules) - before, 'reshard.formats' in sys.modules, 'reshard.diagnosis' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import Problem
-from reshard.guard.end.failure import Failure, Seen, failure_in
-from reshard.guard.watch.memory import oom_kills
-from reshard.guard.watch.watching import Notice
+from reshard.guard.end.failure import Failure, RunEvidence, failure_in
+from reshard.guard.watch.memory_watch import oom_kills
+from reshard.guard.watch.watcher import Notice
 
 DATA = Path(__file__).parents[1] / "data"
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 
 
-def told(name: str, seen: Seen = Seen()) -> Failure:  # noqa: B008 (frozen)
+def told(name: str, seen: RunEvidence = RunEvidence()) -> Failure:  # noqa: B008 (frozen)
     file = DATA / name
     return failure_in(file.name, file.read_text(), seen)
 
@@ -46,7 +46,7 @@ def test_an_exception_is_the_cause_whatever_the_exit_status_was(launcher: str) -
 def test_a_killed_rank_is_out_of_memory_only_with_evidence() -> None:
     (alone, *_) = told("guard/torchrun-kill.log").findings
     assert alone.code == "killed-by-signal" and alone.certainty == "possible"
-    (counted, *_) = told("guard/torchrun-kill.log", Seen(oom_kills=1)).findings
+    (counted, *_) = told("guard/torchrun-kill.log", RunEvidence(oom_kills=1)).findings
     assert counted.code == "short-container-memory"
 
 
@@ -54,7 +54,7 @@ def test_what_the_guard_saw_outranks_the_signal_and_not_an_exception() -> None:
     stopped = Notice(
         Problem("rank-stopped", "rank 1 is stopped", remedy="send it SIGCONT", values={"pids": "7"})
     )
-    seen = Seen(notices=(stopped,))
+    seen = RunEvidence(notices=(stopped,))
     for name in ("guard/torchrun-kill.log", "guard/deepspeed-kill.log", "train/exit.log"):
         assert told(name, seen).findings[0].code == "rank-stopped"
     assert told("guard/torchrun-raise.log", seen).findings[0].code == "unknown-failure"
@@ -62,11 +62,11 @@ def test_what_the_guard_saw_outranks_the_signal_and_not_an_exception() -> None:
 
 @pytest.mark.parametrize(("status", "signal"), [(137, "SIGKILL"), (247, "SIGKILL"), (139, "SIGSEGV")])
 def test_a_command_that_was_killed_is_told_by_its_exit_status(status: int, signal: str) -> None:
-    failure = failure_in("log", "step 1 loss 2.0\n", Seen(ranks=1, status=status))
+    failure = failure_in("log", "step 1 loss 2.0\n", RunEvidence(ranks=1, status=status))
     assert (failure.who, failure.did) == ("the command", "failed")
     assert failure.shown[0] == "step 1 loss 2.0" and f"killed by {signal}" in failure.shown[1]
     assert failure.findings[0].code.startswith("killed-")
-    assert "killed" not in str(failure_in("log", "step 1 loss 2.0\n", Seen(ranks=1, status=1)).shown)
+    assert "killed" not in str(failure_in("log", "step 1 loss 2.0\n", RunEvidence(ranks=1, status=1)).shown)
 
 
 def test_a_rank_that_ended_without_a_word_is_not_its_neighbour() -> None:
@@ -91,7 +91,7 @@ def test_a_script_is_seen_with_the_log(tmp_path: Path, monkeypatch: pytest.Monke
         "[rank1]: RuntimeError: Timed out waiting 1800000ms for recv operation to complete\n"
     )
     (alone,) = failure_in("log", log).findings
-    first, *_ = failure_in("log", log, Seen(scripts=(Path("rewards.py"),))).findings
+    first, *_ = failure_in("log", log, RunEvidence(scripts=(Path("rewards.py"),))).findings
     assert alone.code == "hang-gloo"
     assert first.code == "script-rank-guard" and "hang-gloo" in first.also
     assert str(first.places[0]) == "rewards.py:4"
@@ -124,7 +124,7 @@ def group() -> Iterator[Path]:
 def test_the_kernel_counts_whom_its_killer_ended(group: Path) -> None:
     code = (
         "import subprocess, sys\n"
-        "from reshard.guard.watch.memory import oom_kills\n"
+        "from reshard.guard.watch.memory_watch import oom_kills\n"
         f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')\n"
         "before = oom_kills()\n"
         "greedy = subprocess.run([sys.executable, '-c', 'bytearray(400 << 20)'])\n"

@@ -14,21 +14,21 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from reshard.guard.end import acceptance, finite
-from reshard.guard.end.checkpoints import Found, saved_in
-from reshard.guard.end.final import Ask, Finished, final_of
+from reshard.guard.end import acceptance, finite_weights
+from reshard.guard.end.final_folder import FinalRequest, FinishedRun, final_of
 from reshard.guard.end.publish import publish
+from reshard.guard.end.saved_checkpoints import FoundCheckpoint, saved_in
 from reshard.oracle.transformers import transformers_logits
 
 Models = Callable[..., Path]
 DATA = Path(__file__).parents[1] / "data"
 
 
-def wrong(finished: Finished) -> dict[str, str]:
+def wrong(finished: FinishedRun) -> dict[str, str]:
     return {check.name: check.problems[0].message for check in finished.checks if not check.right}
 
 
-def found_in(folder: Path) -> Found:
+def found_in(folder: Path) -> FoundCheckpoint:
     found = saved_in(folder).weights
     assert found
     return found
@@ -51,7 +51,7 @@ def adapted(model: Path, output: Path) -> Path:
 
 def test_the_tokenizer_is_that_of_the_base_if_the_step_has_none(hf_model: Models, tmp_path: Path) -> None:
     model = hf_model("qwen3")
-    finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", Ask(model=str(model)))
+    finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", FinalRequest(model=str(model)))
     assert finished.whole, finished.problems
     assert len(AutoTokenizer.from_pretrained(finished.final)) == 283
     assert not (tmp_path / "final.unchecked").exists()
@@ -68,14 +68,16 @@ def test_an_adapter_stays_one_or_is_merged(hf_model: Models, tmp_path: Path) -> 
     found = found_in(adapted(hf_model("qwen3"), tmp_path))
     adapter = final_of(found, tmp_path / "adapter")
     assert adapter.whole, adapter.problems
-    merged = final_of(found, tmp_path / "merged", Ask(merge=True))
+    merged = final_of(found, tmp_path / "merged", FinalRequest(merge=True))
     assert merged.whole, merged.problems
     assert (adapter.final / "adapter_config.json").is_file() and (merged.final / "config.json").is_file()
 
 
 def test_what_has_no_adapter_is_not_merged(hf_model: Models, tmp_path: Path) -> None:
     model = hf_model("qwen3")
-    finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", Ask(merge=True, base=model))
+    finished = final_of(
+        found_in(saved(model, tmp_path)), tmp_path / "final", FinalRequest(merge=True, base=model)
+    )
     assert wrong(finished) == {"converted": "no adapter to merge"}
     assert not (tmp_path / "final").exists()
 
@@ -86,7 +88,7 @@ def test_a_step_with_nan_gets_no_name(hf_model: Models, tmp_path: Path) -> None:
     tensors = load_file(file)
     tensors["model.norm.weight"][0] = torch.nan
     save_file(tensors, file, metadata={"format": "pt"})
-    finished = final_of(found_in(tmp_path), tmp_path / "final", Ask(base=model))
+    finished = final_of(found_in(tmp_path), tmp_path / "final", FinalRequest(base=model))
     assert wrong(finished) == {"converted": "a weight is NaN or infinite"}
     assert not (tmp_path / "final").exists()
 
@@ -96,7 +98,7 @@ def test_without_transformers_the_checks_say_what_they_left_out(
 ) -> None:
     model = hf_model("qwen3")
     monkeypatch.setattr(acceptance, "find_spec", lambda name: None)
-    finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", Ask(base=model))
+    finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", FinalRequest(base=model))
     told = {check.name: check.found for check in finished.checks}
     assert finished.whole and "transformers, which is not installed, was not asked" in told["loads strictly"]
     assert told["tokenizer"] == "not checked: transformers is not installed beside reshard"
@@ -105,12 +107,12 @@ def test_without_transformers_the_checks_say_what_they_left_out(
 def test_what_users_added_stays(hf_model: Models, tmp_path: Path) -> None:
     model = hf_model("qwen3")
     found = found_in(saved(model, tmp_path))
-    final = final_of(found, tmp_path / "final", Ask(base=model)).final
+    final = final_of(found, tmp_path / "final", FinalRequest(base=model)).final
     (final / "README.md").write_text("mine")
     config = json.loads((found.path / "config.json").read_text())
     (found.path / "config.json").write_text(json.dumps({**config, "use_cache": False}))
     shutil.rmtree(tmp_path / "final.unchecked", ignore_errors=True)
-    assert final_of(found, tmp_path / "final", Ask(base=model)).whole
+    assert final_of(found, tmp_path / "final", FinalRequest(base=model)).whole
     assert (final / "README.md").read_text() == "mine"
 
 
@@ -118,13 +120,13 @@ def test_what_users_added_stays(hf_model: Models, tmp_path: Path) -> None:
 def test_weights_are_looked_through_to_their_end(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finite, "WINDOW", 4)
+    monkeypatch.setattr(finite_weights, "WINDOW_ELEMENTS", 4)
     weight = torch.zeros(11)
     save_file({"model.norm.weight": weight}, tmp_path / "model.safetensors")
-    assert finite.nonfinite(tmp_path) == []
+    assert finite_weights.nonfinite(tmp_path) == []
     weight[at] = torch.inf
     save_file({"model.norm.weight": weight}, tmp_path / "model.safetensors")
-    assert finite.nonfinite(tmp_path) == ["model.norm.weight"]
+    assert finite_weights.nonfinite(tmp_path) == ["model.norm.weight"]
 
 
 def test_a_model_that_reshard_did_not_write_is_kept(tmp_path: Path) -> None:

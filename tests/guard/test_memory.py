@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.watch.memory import Memory, rooms
-from reshard.guard.watch.processes import Process, Tree
-from reshard.guard.watch.watching import Notice
+from reshard.guard.watch.memory_watch import MemoryWatcher, free_memory
+from reshard.guard.watch.process_tree import Process, ProcessTree
+from reshard.guard.watch.watcher import Notice
 
 MIB = 1 << 20
 
@@ -46,7 +46,7 @@ def process(root: Path, pid: int, groups: str, memory: int = 500 * MIB) -> Proce
 
 
 def test_this_machine() -> None:
-    (first, *_) = rooms(os.getpid())
+    (first, *_) = free_memory(os.getpid())
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert first.limit == "the machine's memory" and first.total == pages and 0 < first.free < first.total
 
@@ -66,7 +66,7 @@ def test_a_container(tmp_path: Path, groups: str, folder: str, unified: bool) ->
         tmp_path / folder / "box", "max" if unified else str((1 << 63) - 4096), 90 * MIB, 0, unified=unified
     )
     one = process(tmp_path, 7, groups)
-    watcher = Memory(tmp_path, gpus=False)
+    watcher = MemoryWatcher(tmp_path, gpus=False)
     assert list(watcher.tick(10, {7: one})) == []
     current = "memory.current" if unified else "memory.usage_in_bytes"
     (tmp_path / folder / current).write_text(str(107 * MIB))
@@ -81,7 +81,7 @@ def test_a_container(tmp_path: Path, groups: str, folder: str, unified: bool) ->
 
 def test_it_warns_again_at_each_half(tmp_path: Path) -> None:
     one = process(tmp_path, 7, "0::/\n")
-    watcher = Memory(tmp_path, gpus=False)
+    watcher = MemoryWatcher(tmp_path, gpus=False)
     said = []
     for n, available in enumerate((60, 45, 40, 30, 22, 20, 60, 11, 10)):
         machine(tmp_path, available)
@@ -95,7 +95,7 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command.write_text("#!/bin/sh\nprintf '0, 40000, 81559\\n1, 80000, 81559\\n2, [N/A], [N/A]\\n'\n")
     command.chmod(command.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    watcher = Memory(gpus=True)
+    watcher = MemoryWatcher(gpus=True)
     said: list[Notice] = []
     deadline, n = time.monotonic() + 60, 0
     while n < 30 or (not said and time.monotonic() < deadline):
@@ -108,13 +108,13 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         and notice.problem.found == "GPU 1: 83.9 GB of 85.5 GB"
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert list(Memory()._full_gpus("1, 80000, 81559\n")) == []
+    assert list(MemoryWatcher()._full_gpus("1, 80000, 81559\n")) == []
 
 
 def test_without_gpus_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    watcher = Memory()
+    watcher = MemoryWatcher()
     with subprocess.Popen(["/bin/sleep", "60"]) as lone:
-        tree = Tree(lone.pid)
+        tree = ProcessTree(lone.pid)
         assert list(watcher.tick(100, tree.snapshot())) == [] and len(tree.snapshot()) == 1
         lone.kill()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.supervise import nodes
-from reshard.guard.supervise.nodes import Meeting
+from reshard.guard.supervise import node_meeting
+from reshard.guard.supervise.node_meeting import NodeMeeting
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def port() -> int:
 
 def exchanged(place: Path | tuple[str, int], count: int, present: int) -> list[list[str]]:
     def take_part(node: int) -> list[str]:
-        said = Meeting(node, count, place).exchange({"who": f"rank {node}"})
+        said = NodeMeeting(node, count, place).exchange({"who": f"rank {node}"})
         return [f"{each['node']}: {each['who']}" for each in said]
 
     with ThreadPoolExecutor() as threads:
@@ -38,20 +38,22 @@ def test_all_learn_the_same(in_folder: bool, tmp_path: Path, port: int) -> None:
 def test_a_node_that_does_not_come_is_not_waited_for_longer_than_the_others_need(
     in_folder: bool, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "PATIENCE", 2.0)
+    monkeypatch.setattr(node_meeting, "WAIT_SECONDS", 2.0)
     here = [f"{node}: rank {node}" for node in range(2)]
     assert exchanged(tmp_path if in_folder else ("127.0.0.1", port), 3, 2) == [here] * 2
 
 
 def test_without_node_0_each_knows_itself(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "PATIENCE", 2.0)
-    assert Meeting(1, 2, ("127.0.0.1", port)).exchange({"who": "rank 1"}) == [{"who": "rank 1", "node": 1}]
+    monkeypatch.setattr(node_meeting, "WAIT_SECONDS", 2.0)
+    assert NodeMeeting(1, 2, ("127.0.0.1", port)).exchange({"who": "rank 1"}) == [
+        {"who": "rank 1", "node": 1}
+    ]
 
 
 def test_other_programs_that_connect_are_ignored(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "PATIENCE", 30.0)
+    monkeypatch.setattr(node_meeting, "WAIT_SECONDS", 30.0)
     with ThreadPoolExecutor() as threads:
-        node_0 = threads.submit(Meeting(0, 2, ("127.0.0.1", port)).exchange, {"who": "rank 0"})
+        node_0 = threads.submit(NodeMeeting(0, 2, ("127.0.0.1", port)).exchange, {"who": "rank 0"})
         for said in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b""):
             for _ in range(50):
                 try:
@@ -60,6 +62,6 @@ def test_other_programs_that_connect_are_ignored(port: int, monkeypatch: pytest.
                     break
                 except OSError:
                     time.sleep(0.1)
-        node_1 = threads.submit(Meeting(1, 2, ("127.0.0.1", port)).exchange, {"who": "rank 1"})
+        node_1 = threads.submit(NodeMeeting(1, 2, ("127.0.0.1", port)).exchange, {"who": "rank 1"})
         assert [each["who"] for each in node_0.result()] == ["rank 0", "rank 1"]
         assert node_1.result() == node_0.result()

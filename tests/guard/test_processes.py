@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from reshard.guard.watch.processes import Process, Processes, Tree, below, ranks_of
+from reshard.guard.watch.process_tree import Process, Processes, ProcessTree, below, ranks_of
 
 
 @contextmanager
-def running(code: str, environment: Mapping[str, str] | None = None, *before: str) -> Iterator[Tree]:
+def running(code: str, environment: Mapping[str, str] | None = None, *before: str) -> Iterator[ProcessTree]:
     """Processes that write a line when all of them are there."""
     process = subprocess.Popen(
         [*before, sys.executable, "-c", code],
@@ -25,7 +25,7 @@ def running(code: str, environment: Mapping[str, str] | None = None, *before: st
         stdin=subprocess.PIPE,
     )
     assert process.stdout is not None
-    tree = Tree(process.pid)
+    tree = ProcessTree(process.pid)
     try:
         process.stdout.readline()
         yield tree
@@ -101,7 +101,7 @@ def test_states_time_and_bytes() -> None:
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     )
     assert process.stdin is not None and process.stdout is not None
-    tree = Tree(process.pid)
+    tree = ProcessTree(process.pid)
 
     def reaching(state: str) -> Process:
         deadline = time.monotonic() + 60

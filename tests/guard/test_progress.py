@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.watch.progress import Progress, read
-from reshard.guard.watch.watching import Line, Notice
+from reshard.guard.watch.trainer_progress import TrainerProgress, read
+from reshard.guard.watch.watcher import Notice, OutputLine
 
 LOGS = Path(__file__).parents[1] / "data/guard"
 
 
 def told(
-    *texts: str, rank: int | None = None, progress: Progress | None = None
-) -> tuple[Progress, list[Notice]]:
+    *texts: str, rank: int | None = None, progress: TrainerProgress | None = None
+) -> tuple[TrainerProgress, list[Notice]]:
     """Progress after lines that are printed once in a second."""
-    progress = progress or Progress()
+    progress = progress or TrainerProgress()
     start = progress.spoke
-    lines = [Line(start + n, "stdout", text, rank) for n, text in enumerate(texts, start=1)]
+    lines = [OutputLine(start + n, "stdout", text, rank) for n, text in enumerate(texts, start=1)]
     return progress, [notice for line in lines for notice in progress.line(line)]
 
 
@@ -38,10 +38,10 @@ def told(
 )
 def test_genuine_output(name: str, first: str, last: float) -> None:
     """The first step is seen when it is printed, not in settings, maps or downloads; and the last one with its loss."""
-    progress = Progress()
+    progress = TrainerProgress()
     began = None
     for n, text in enumerate(re.split(r"[\r\n]+", (LOGS / f"{name}.log").read_text())):
-        assert list(progress.line(Line(float(n), "stdout", text))) == []
+        assert list(progress.line(OutputLine(float(n), "stdout", text))) == []
         began = text if progress.started and began is None else began
     assert began is not None and (first in began or "'loss': " in began), began
     assert progress.at.startswith("step 20") and progress.loss == last
@@ -189,7 +189,7 @@ def test_a_loss_that_is_not_finite_ends_the_run() -> None:
 
 
 def test_steps_are_counted_by_rank_and_once() -> None:
-    progress = Progress(nan_steps=2)
+    progress = TrainerProgress(nan_steps=2)
     assert told("step 1 loss nan", rank=0, progress=progress)[1] == []
     assert told("step 1 loss nan", "step 1 loss nan", rank=1, progress=progress)[1] == []
     assert told("step 2 loss 2.0", rank=0, progress=progress)[1] == []
@@ -199,7 +199,7 @@ def test_steps_are_counted_by_rank_and_once() -> None:
 
 
 def test_zero_steps_only_warn() -> None:
-    _, (notice,) = told(*(f"step {n} loss nan" for n in range(5)), progress=Progress(nan_steps=0))
+    _, (notice,) = told(*(f"step {n} loss nan" for n in range(5)), progress=TrainerProgress(nan_steps=0))
     assert not notice.stop and notice.problem.severity == "warning"
 
 

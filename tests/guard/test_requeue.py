@@ -13,16 +13,16 @@ import pytest
 from reshard.base.errors import Problem
 from reshard.base.languages import Text
 from reshard.checks.finding import Finding
-from reshard.guard.command.read import Started
+from reshard.guard.command.read_command import StartedProgram
+from reshard.guard.end.end_report import EndedCommand, continuing, ended
 from reshard.guard.end.failure import Failure
-from reshard.guard.end.report import Ran, continuing, ended
 from reshard.guard.end.requeue import is_cured, requeue, restarts
-from reshard.guard.options import Options
-from reshard.guard.supervise.supervision import Outcome
+from reshard.guard.options import GuardOptions
+from reshard.guard.supervise.supervision import CommandOutcome
 from tests import slurm_cluster
 
 DATA = Path(__file__).parents[1] / "data"
-SWIFT = Started(("swift", "sft", "--model", "m"), module="swift.cli.sft")
+SWIFT = StartedProgram(("swift", "sft", "--model", "m"), module="swift.cli.sft")
 
 
 def failure(code: str) -> Failure:
@@ -71,27 +71,29 @@ def test_a_refusal_is_a_problem(tmp_path: Path, scontrol: Path) -> None:
     assert isinstance(problem, Problem) and problem.found == "Requested operation is disabled"
 
 
-def run(tmp_path: Path, started: Started) -> Ran:
+def run(tmp_path: Path, started: StartedProgram) -> EndedCommand:
     (tmp_path / "output.log").touch()
-    return Ran(started, tmp_path / "output.log", tmp_path, DATA / "torchtitan/llama")
+    return EndedCommand(started, tmp_path / "output.log", tmp_path, DATA / "torchtitan/llama")
 
 
 def test_a_run_that_could_only_begin_again_is_not_requeued(tmp_path: Path, scontrol: Path) -> None:
-    preempted = Outcome(143, 15)
-    without = ended(run(tmp_path, Started(("python", "own.py"))), preempted, Options(requeue=1))
+    preempted = CommandOutcome(143, 15)
+    without = ended(run(tmp_path, StartedProgram(("python", "own.py"))), preempted, GuardOptions(requeue=1))
     assert without.requeued == "" and not scontrol.exists()
-    assert "is requeued" in str(ended(run(tmp_path, SWIFT), preempted, Options(requeue=1)).requeued)
-    assert ended(run(tmp_path, SWIFT), preempted, Options()).requeued == ""
-    assert ended(run(tmp_path, SWIFT), Outcome(130, 2), Options(requeue=1)).requeued == "", "Ctrl-C"
+    assert "is requeued" in str(ended(run(tmp_path, SWIFT), preempted, GuardOptions(requeue=1)).requeued)
+    assert ended(run(tmp_path, SWIFT), preempted, GuardOptions()).requeued == ""
+    assert ended(run(tmp_path, SWIFT), CommandOutcome(130, 2), GuardOptions(requeue=1)).requeued == "", (
+        "Ctrl-C"
+    )
 
 
 def test_a_requeued_job_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = run(tmp_path, SWIFT)
-    assert continuing(ran, Options(requeue=1)) is None
+    assert continuing(ran, GuardOptions(requeue=1)) is None
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert restarts() == 1 and continuing(ran, Options()) is None
+    assert restarts() == 1 and continuing(ran, GuardOptions()) is None
     step = DATA / "torchtitan/llama/checkpoint/step-1"
-    assert continuing(ran, Options(requeue=1)) == (*SWIFT.words, "--resume_from_checkpoint", str(step))
+    assert continuing(ran, GuardOptions(requeue=1)) == (*SWIFT.words, "--resume_from_checkpoint", str(step))
 
 
 JOB = f"""#!/bin/bash

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.command.read import Started
-from reshard.guard.end.checkpoints import Found
+from reshard.guard.command.read_command import StartedProgram
 from reshard.guard.end.resume import Resume, resume_of
+from reshard.guard.end.saved_checkpoints import FoundCheckpoint
 
 OUT = Path("/out")
 TOOLS = {
@@ -49,21 +49,21 @@ TOOLS = {
 }
 
 
-def found(step: int = 20, folder: Path = OUT) -> Found:
-    return Found(folder / f"checkpoint-{step}", step, "huggingface", 0.0)
+def found(step: int = 20, folder: Path = OUT) -> FoundCheckpoint:
+    return FoundCheckpoint(folder / f"checkpoint-{step}", step, "huggingface", 0.0)
 
 
 @pytest.mark.parametrize("typed", TOOLS)
 def test_a_tool_continues_in_its_own_words(typed: str) -> None:
     module, expected = TOOLS[typed]
-    resume = resume_of(Started(tuple(shlex.split(typed)), module=module), found())
+    resume = resume_of(StartedProgram(tuple(shlex.split(typed)), module=module), found())
     assert resume.words and shlex.join(resume.words) == expected
 
 
 def test_an_ms_swift_run_goes_on_in_its_own_folder() -> None:
     folder = OUT / "v0-20250101-120000"
     words = ("swift", "sft", "--output_dir", "/out", "--model", "m")
-    resume = resume_of(Started(words, module="swift.cli.sft"), found(20, folder))
+    resume = resume_of(StartedProgram(words, module="swift.cli.sft"), found(20, folder))
     assert resume.words and shlex.join(resume.words) == (
         f"swift sft --model m --resume_from_checkpoint {folder}/checkpoint-20 --output_dir {folder} --add_version false"
     )
@@ -71,16 +71,16 @@ def test_an_ms_swift_run_goes_on_in_its_own_folder() -> None:
 
 def test_old_scripts_of_trl_start_again() -> None:
     words = ("trl", "sft", "--model_name_or_path", "m")
-    started = Started(words, module="trl.scripts.sft", versions={"trl": "1.14.0"})
+    started = StartedProgram(words, module="trl.scripts.sft", versions={"trl": "1.14.0"})
     assert 'trainer.train(resume_from_checkpoint="/out/checkpoint-20")' in resume_of(started, found()).advice
-    started = Started(words, module="trl.scripts.sft", versions={"trl": "1.15.0"})
+    started = StartedProgram(words, module="trl.scripts.sft", versions={"trl": "1.15.0"})
     assert resume_of(started, found()).words == (*words, "--resume_from_checkpoint", "/out/checkpoint-20")
 
 
 def of_script(folder: Path, text: str, *words: str) -> Resume:
     script = folder / "train.py"
     script.write_text(text)
-    return resume_of(Started(("torchrun", "train.py", *words), script), found())
+    return resume_of(StartedProgram(("torchrun", "train.py", *words), script), found())
 
 
 PARSES = (
@@ -129,5 +129,5 @@ def test_megatron_lm_loads_the_folder_of_the_run(tmp_path: Path) -> None:
 def test_a_shell_script_is_not_given_options_that_it_does_not_pass_on(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PARSES + "trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)\n")
-    resume = resume_of(Started(("bash", "run.sh"), script), found())
+    resume = resume_of(StartedProgram(("bash", "run.sh"), script), found())
     assert resume == Resume(advice="add --resume_from_checkpoint=/out/checkpoint-20 to its command")

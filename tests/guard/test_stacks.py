@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from reshard.guard.watch.announce import SIGNAL, stack_file
-from reshard.guard.watch.processes import Process, Tree, ranks_of
+from reshard.guard.watch.process_tree import Process, ProcessTree, ranks_of
+from reshard.guard.watch.stack_signal import STACK_SIGNAL, stack_file
 from reshard.guard.watch.stacks import py_spy, read_stack
 from tests.guard.watched import REPOSITORY, SCRIPTS, TORCHRUN
 
@@ -36,7 +36,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    tree = Tree(run.pid)
+    tree = ProcessTree(run.pid)
     end = time.monotonic() + 300
     while not all((folder / f"trace_{rank}").exists() for rank in (0, 1)):
         assert run.poll() is None and time.monotonic() < end
@@ -51,9 +51,9 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
 def confined(process: Process, folder: Path) -> Any:
     """The stack of a process, as one without the right to attach reads it."""
     code = (
-        "import json, sys; from pathlib import Path; from reshard.guard.watch.processes import Tree\n"
+        "import json, sys; from pathlib import Path; from reshard.guard.watch.process_tree import ProcessTree\n"
         "from reshard.guard.watch.stacks import read_stack\n"
-        "stack = read_stack(Tree(int(sys.argv[1])).snapshot()[int(sys.argv[1])], Path(sys.argv[2]))\n"
+        "stack = read_stack(ProcessTree(int(sys.argv[1])).snapshot()[int(sys.argv[1])], Path(sys.argv[2]))\n"
         "print(json.dumps([stack.source, stack.waits_in(True), stack.place]))"
     )
     words = [*WITHOUT_CAPABILITY, sys.executable, "-c", code, str(process.pid), str(folder)]
@@ -85,7 +85,7 @@ def test_without_the_right_to_attach(hanging: tuple[Path, dict[int, Process]]) -
 
 
 def test_the_flight_recorder(hanging: tuple[Path, dict[int, Process]]) -> None:
-    from reshard.guard.watch.flights import described, read_dumps
+    from reshard.guard.watch.flight_recorder import described, read_dumps
 
     folder, _ = hanging
     dumps = read_dumps({"TORCH_FR_DUMP_TEMP_FILE": str(folder / "trace_")}, since=0)
@@ -97,7 +97,7 @@ def test_the_flight_recorder(hanging: tuple[Path, dict[int, Process]]) -> None:
 
 
 def test_a_dump_that_is_none(tmp_path: Path) -> None:
-    from reshard.guard.watch.flights import read_dumps
+    from reshard.guard.watch.flight_recorder import read_dumps
 
     (tmp_path / "trace_0").write_bytes(b"cos\nsystem\n(S'touch run'\ntR.")
     (tmp_path / "trace_1").write_bytes(b"\x80\x04]\x94.")
@@ -105,7 +105,7 @@ def test_a_dump_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_pipe_without_a_reader_does_not_block(tmp_path: Path) -> None:
-    from reshard.guard.watch.flights import ask_for_dumps
+    from reshard.guard.watch.flight_recorder import ask_for_dumps
 
     os.mkfifo(tmp_path / "pipe_0.pipe")
     os.mkfifo(tmp_path / "pipe_1.pipe")
@@ -119,7 +119,7 @@ def test_a_process_that_does_not_handle_the_signal_is_not_sent_it(tmp_path: Path
     """As after exec: the file is there, and the signal would end the process."""
     process = subprocess.Popen(["sleep", "100"])
     stack_file(tmp_path, process.pid).touch()
-    stack = read_stack(Tree(process.pid).snapshot()[process.pid], tmp_path)
+    stack = read_stack(ProcessTree(process.pid).snapshot()[process.pid], tmp_path)
     assert stack.source == "/proc" and process.poll() is None
     process.kill()
     process.wait()
@@ -140,4 +140,4 @@ def test_an_announcement_costs_nothing_without_the_command(tmp_path: Path) -> No
         loaded, pid = done.stdout.split()
         assert loaded == "False"
         assert [path.name for path in tmp_path.iterdir()] == [f"stack-{pid}"] * expected
-    assert SIGNAL == signal.SIGRTMIN + 5
+    assert STACK_SIGNAL == signal.SIGRTMIN + 5

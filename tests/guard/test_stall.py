@@ -20,23 +20,25 @@ from typing import Any
 import pytest
 
 from reshard.guard.watch import stacks
-from reshard.guard.watch.processes import Processes, ranks_of
-from reshard.guard.watch.progress import Progress
+from reshard.guard.watch.process_tree import Processes, ranks_of
 from reshard.guard.watch.stacks import py_spy, read_stack
-from reshard.guard.watch.stall import Limits, Stall
+from reshard.guard.watch.stall import StallLimits, StallWatcher
+from reshard.guard.watch.trainer_progress import TrainerProgress
 from tests.guard.watched import SCRIPTS, TORCHRUN, Watched, watch
 
-SHORT = Limits(startup=240, stall=240, look=1.5, again=0.75, window=0.3)
+SHORT = StallLimits(startup=240, stall=240, look=1.5, again=0.75, window=0.3)
 """The limits by default, divided by forty; but a busy machine may take minutes to start ranks."""
 LAUNCH = (sys.executable, SCRIPTS / "launch.py", "2")
 
 
 def run(
-    command: Sequence[str | Path], folder: Path | None = None, limits: Limits = SHORT, **given: Any
+    command: Sequence[str | Path], folder: Path | None = None, limits: StallLimits = SHORT, **given: Any
 ) -> Watched:
     """A run, watched. `folder` is where scripts announce themselves."""
-    progress = Progress()
-    return watch(command, progress, Stall(progress, partial(read_stack, folder=folder), limits), **given)
+    progress = TrainerProgress()
+    return watch(
+        command, progress, StallWatcher(progress, partial(read_stack, folder=folder), limits), **given
+    )
 
 
 def plain(*actions: str, before: Sequence[str | Path] = (sys.executable,), **given: Any) -> Watched:
@@ -136,7 +138,7 @@ def test_a_good_run_with_the_limits_by_default(tmp_path: Path) -> None:
             "step:5",
         ),
         folder=tmp_path,
-        limits=Limits(),
+        limits=StallLimits(),
         every=1,
         most=900,
     )

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.supervise.relay import Relay
+from reshard.guard.supervise.output_relay import OutputRelay
 from reshard.guard.supervise.supervision import supervise
-from reshard.guard.watch.processes import Processes, Tree
+from reshard.guard.watch.process_tree import Processes, ProcessTree
 
 RESHARD = str(Path(sys.executable).with_name("reshard"))
 GUARD = (RESHARD, "guard", "--quiet", "--no-check", "--")
@@ -275,7 +275,7 @@ def test_the_report_comes_after_output_that_is_read_slowly(tmp_path: Path) -> No
 
 def test_a_line_without_an_end_is_looked_at_once_it_has_settled(tmp_path: Path) -> None:
     source, into = os.pipe()
-    relay = Relay.kept(tmp_path / "log", source)
+    relay = OutputRelay.kept(tmp_path / "log", source)
     os.write(into, b"10%\r20%")
     assert [line.text for line in relay.move(relay.streams[0])] == ["10%"]
     assert [[line.text for line in relay.settled()] for _ in range(3)] == [[], ["20%"], []]
@@ -287,7 +287,7 @@ def test_a_line_without_an_end_is_looked_at_once_it_has_settled(tmp_path: Path) 
 
 def test_of_a_flood_the_losses_and_the_last_lines_are_looked_at(tmp_path: Path) -> None:
     source, into = os.pipe()
-    relay = Relay.kept(tmp_path / "log", source)
+    relay = OutputRelay.kept(tmp_path / "log", source)
     os.write(into, b"".join([b"step 1 loss nan\n", *(b"record %d\n" % number for number in range(4000))]))
     first, *others = [line.text for line in relay.move(relay.streams[0])]
     assert first == "step 1 loss nan" and others[-1] == "record 3999" and len(others) < 100
@@ -337,18 +337,18 @@ def test_ranks_are_remembered_if_their_launcher_ends_while_they_are_looked_for(
 ) -> None:
     start, shots = subprocess.Popen(["bash", "-c", "RANK=0 sleep 50 & wait"]), []
 
-    def snapshot(tree: Tree) -> Processes:
+    def snapshot(tree: ProcessTree) -> Processes:
         if any(each.command == "sleep 50" for each in shots[-1:] and shots[-1].values()):
             start.kill()
             os.waitid(os.P_PID, start.pid, os.WEXITED | os.WNOWAIT)
         shots.append(original(tree))
         return shots[-1]
 
-    original = Tree.snapshot
-    monkeypatch.setattr(Tree, "snapshot", snapshot)
+    original = ProcessTree.snapshot
+    monkeypatch.setattr(ProcessTree, "snapshot", snapshot)
     out, into = os.pipe()
     os.close(into)
-    outcome = supervise(lambda: start, Relay.kept(tmp_path / "log", out), (), print, tick=0.05)
+    outcome = supervise(lambda: start, OutputRelay.kept(tmp_path / "log", out), (), print, tick=0.05)
     (rank,) = outcome.left
     os.kill(rank, signal.SIGKILL)
 

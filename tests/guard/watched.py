@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from reshard.guard.watch.processes import Processes, Tree
-from reshard.guard.watch.watching import Line, Notice, Watcher
+from reshard.guard.watch.process_tree import Processes, ProcessTree
+from reshard.guard.watch.watcher import Notice, OutputLine, Watcher
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -71,11 +71,11 @@ def watch(
             **(environment or {}),
         },
     )
-    printed: queue.Queue[Line] = queue.Queue()
+    printed: queue.Queue[OutputLine] = queue.Queue()
     assert process.stdout is not None
     threading.Thread(target=_read, args=(process.stdout, printed), daemon=True).start()
     seen = Watched([], [], None, start)
-    tree = Tree(process.pid)
+    tree = ProcessTree(process.pid)
     try:
         while process.poll() is None and (until is None or len(seen.notices) < until):
             assert time.time() - start < most, "\n".join(seen.lines[-20:])
@@ -100,8 +100,8 @@ def _note(seen: Watched, start: float, notices: object) -> None:
     seen.notices.extend((time.time() - start, notice) for notice in notices)  # type: ignore[attr-defined]
 
 
-def _read(output: IO[bytes], printed: queue.Queue[Line]) -> None:
+def _read(output: IO[bytes], printed: queue.Queue[OutputLine]) -> None:
     while chunk := os.read(output.fileno(), 1 << 16):
         for text in re.split(r"[\r\n]+", chunk.decode(errors="replace")):
             if text:
-                printed.put(Line(time.time(), "stdout", text))
+                printed.put(OutputLine(time.time(), "stdout", text))

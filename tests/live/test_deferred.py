@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard.base.errors import ReshardError
-from reshard.live.deferred import DeferredTensor, Tally
-from reshard.live.parameters import Loading
+from reshard.live.deferred_tensors import DeferredTensor, ReadTally
+from reshard.live.loaded_parameters import LoadingNotes
 
 Make = Callable[[str], tuple[DeferredTensor, torch.Tensor]]
 FUSED = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -30,7 +30,7 @@ def weights(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
 
 def made(weights: reshard.Weights, name: str) -> tuple[DeferredTensor, torch.Tensor]:
-    return DeferredTensor(weights[name], Tally()), weights[name].torch()
+    return DeferredTensor(weights[name], ReadTally()), weights[name].torch()
 
 
 VIEWS: dict[str, Callable[[torch.Tensor, int, int], Any]] = {
@@ -74,22 +74,22 @@ def test_chains_of_views_are_those_of_torch(
 
 
 def test_only_what_is_copied_is_read(weights: reshard.Weights) -> None:
-    tally = Tally()
+    tally = ReadTally()
     tensor = DeferredTensor(weights[QUERY], tally)
     half = tensor.shape[0] // 2
     parameter = torch.nn.Parameter(torch.empty(half, tensor.shape[1]), requires_grad=False)
     view = tensor.unsqueeze(0).narrow(1, half, half).squeeze(0)
-    assert tally == Tally()
+    assert tally == ReadTally()
     parameter.data.copy_(view)
-    assert tally == Tally(tensor.numel() * 4 // 2, {QUERY})
+    assert tally == ReadTally(tensor.numel() * 4 // 2, {QUERY})
     assert torch.equal(parameter, weights[QUERY].torch()[half:])
 
 
 def test_nothing_is_read_for_a_meta_tensor(weights: reshard.Weights) -> None:
-    tally = Tally()
+    tally = ReadTally()
     tensor = DeferredTensor(weights[QUERY], tally)
     torch.empty(tensor.shape, device="meta").copy_(tensor)
-    assert tally == Tally(0, {QUERY})
+    assert tally == ReadTally(0, {QUERY})
 
 
 def test_a_view_out_of_range_is_refused_as_by_torch(weights: reshard.Weights) -> None:
@@ -132,7 +132,7 @@ class Model(torch.nn.Module):
 
 def test_parameters_that_nothing_was_written_to_are_missing() -> None:
     model = Model()
-    with torch.no_grad(), Loading(model) as loading:
+    with torch.no_grad(), LoadingNotes(model) as loading:
         model.a.weight[:1].copy_(torch.ones(1, 2))
         model.b.weight = torch.nn.Parameter(torch.ones(2, 2))
     assert loading.missing([]) == ["a.bias", "b.bias"]
@@ -143,7 +143,7 @@ def test_parameters_that_nothing_was_written_to_are_missing() -> None:
 def test_what_threads_of_a_pool_write_is_not_missing() -> None:
     """SGLang loads the experts of DeepSeek so."""
     model = Model()
-    with torch.no_grad(), Loading(model) as loading, ThreadPoolExecutor() as pool:
+    with torch.no_grad(), LoadingNotes(model) as loading, ThreadPoolExecutor() as pool:
         pool.submit(model.a.weight.data.copy_, torch.ones(2, 2)).result()
         pool.submit(model.a.bias.data[:1].copy_, torch.ones(1)).result()
     assert loading.missing([]) == ["b.weight", "b.bias"]

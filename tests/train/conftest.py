@@ -16,7 +16,7 @@ from zlib import crc32
 import pytest
 
 from reshard.training.launching import launch
-from reshard.training.run import Ranks, Run
+from reshard.training.run import Run, RunProcesses
 from tests.train.launches import PYTHONPATH, pids
 from tests.train.trl_plans import ENVIRONMENTS, EVALUATED, PLANS, Trainer, run_of
 from tests.train.trl_runs import Ran, train
@@ -133,16 +133,16 @@ def tiny(hf_model: Callable[..., Path]) -> Callable[..., Path]:
 @pytest.fixture
 def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
     """Make a run of two ranks that train nothing; all processes that they start end with the test."""
-    monkeypatch.setattr(launch, "WORKER", "tests.train.ranks")
+    monkeypatch.setattr(launch, "WORKER_MODULE", "tests.train.ranks")
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     data = tmp_path / "data.jsonl"
     data.write_text("{}\n")
     output = tmp_path / "out"
 
     def make(
-        resume: bool = False, ranks: Ranks | None = None, save_on_signal: int = 60, **options: Any
+        resume: bool = False, ranks: RunProcesses | None = None, save_on_signal: int = 60, **options: Any
     ) -> Run:
-        given = {"ranks": ranks or Ranks(nproc=2), "resume": resume, "save_on_signal": save_on_signal}
+        given = {"ranks": ranks or RunProcesses(nproc=2), "resume": resume, "save_on_signal": save_on_signal}
         return Run("sft", tmp_path, data, output, options=options, **given)  # type: ignore[arg-type]
 
     yield make

@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from reshard.training.run import Run
-from reshard.training.show.monitor import history_of
+from reshard.training.show.metrics import history_of
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
 LAUNCHER = """
 import sys
 from pathlib import Path
-from reshard.training import engines
+from reshard.training import engine_registry
 from reshard.training.launching import launch
 from reshard.training.run import Run
-launch.WORKER, engines.MODULES["trl"] = "tests.train.ranks", "tests.train.ranks"
+launch.WORKER_MODULE, engine_registry.ENGINE_MODULES["trl"] = "tests.train.ranks", "tests.train.ranks"
 sys.exit(launch.launch(Run.read(Path(sys.argv[1]))))
 """
 TORCHRUN = (

@@ -117,7 +117,7 @@ def _stopped(run: Run, after: int) -> tuple[Seen, tuple[int | None, Path | None]
     with signals.listening(None):
         try:
             _trained(run, seen)
-        except signals.Stopped as stop:
+        except signals.StoppedRun as stop:
             return seen, (stop.step, stop.checkpoint)
     raise AssertionError("the run was not stopped")
 

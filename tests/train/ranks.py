@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.guard.end.complete import note_files
-from reshard.training import engines, signals, trl, worker
-from reshard.training.collective import highest, join
+from reshard.guard.end.completeness import note_files
+from reshard.training import engine_registry, signals, trl, worker
+from reshard.training.collectives import highest, join
 from reshard.training.engine import Trained
 from reshard.training.run import Run
-from reshard.training.show.monitor import Metrics
+from reshard.training.show.metrics import MetricsWriter
 
 
-def train(run: Run, monitor: Metrics) -> Trained:
+def train(run: Run, monitor: MetricsWriter) -> Trained:
     import torch.distributed as dist
 
     options: dict[str, Any] = {"steps": 3, "seconds": 0.0, "save": 1, "rank": 0, "at": 2, **run.options}
@@ -52,7 +52,7 @@ def attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def _step(run: Run, monitor: Metrics, step: int, options: dict[str, Any]) -> Path:
+def _step(run: Run, monitor: MetricsWriter, step: int, options: dict[str, Any]) -> Path:
     import torch
     import torch.distributed as dist
 
@@ -70,7 +70,7 @@ def _step(run: Run, monitor: Metrics, step: int, options: dict[str, Any]) -> Pat
         monitor.saved(checkpoint)
     dist.barrier()
     if number:
-        raise signals.Stopped(number, step, checkpoint)
+        raise signals.StoppedRun(number, step, checkpoint)
     return checkpoint
 
 
@@ -104,5 +104,5 @@ ENGINE = replace(trl.ENGINE, train=train, warm=lambda run: False)
 if __name__ == "__main__":
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    engines.MODULES["trl"] = "tests.train.ranks"
+    engine_registry.ENGINE_MODULES["trl"] = "tests.train.ranks"
     record(worker.main)(Path(sys.argv[1]))

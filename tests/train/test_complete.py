@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import reshard as api
-from reshard.guard.end.complete import SAVED
+from reshard.guard.end.completeness import SAVED_FILE
 from reshard.training import trl
 from reshard.training.preflight import preflight
 from reshard.training.run import Run
-from reshard.training.trl import saving
+from reshard.training.trl import checkpoint_saving
 from tests.train.preflights import NOWHERE, messages
 from tests.train.trl_plans import PLANS, Trainer
 from tests.train.trl_runs import train
@@ -34,7 +34,7 @@ def test_a_checkpoint_of_any_plan_that_has_lost_a_file_is_not_continued_from(
     assert kept.last(output) == last and kept.damaged(output) == {}
     ranks = range(PLANS[plan])
     random = {f"rng_state_{rank}.pth" for rank in ranks} if len(ranks) > 1 else {"rng_state.pth"}
-    names = set(json.loads((last / SAVED).read_text()))
+    names = set(json.loads((last / SAVED_FILE).read_text()))
     assert {
         *STATES[plan],
         *random,
@@ -109,9 +109,9 @@ def test_weights_over_the_limit_of_a_file_are_in_shards_and_as_readable_as_the_f
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(saving, "SHARD", 1 << 16)
+    monkeypatch.setattr(checkpoint_saving, "SHARD", 1 << 16)
     model, folder = AutoModelForCausalLM.from_pretrained(tiny()), tmp_path / "saved"
-    saving.write(Run("sft", tiny(), tmp_path, tmp_path), model, None, folder)
+    checkpoint_saving.write(Run("sft", tiny(), tmp_path, tmp_path), model, None, folder)
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 2 and files[-1].name == f"model-{len(files):05}-of-{len(files):05}.safetensors"
     assert {file.stat().st_mode & 0o777 for file in files} == {folder.stat().st_mode & 0o666}

@@ -19,9 +19,9 @@ from reshard.training.data import (
     read_records,
     tokens,
 )
-from reshard.training.data.faults import Template
 from reshard.training.data.mix import mix_of
-from reshard.training.data.records import METHODS
+from reshard.training.data.record_faults import TemplateLimits
+from reshard.training.data.records import SHAPES_OF_METHOD
 from tests.train.conftest import chats, preferences, prompts, write_lines
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -49,7 +49,7 @@ def nested(depth: int) -> list[object]:
 
 
 def problems_of(
-    path: Path, method: str = "sft", template: Template = training_data.ANY_TEMPLATE
+    path: Path, method: str = "sft", template: TemplateLimits = training_data.ANY_TEMPLATE
 ) -> list[Problem]:
     with pytest.raises(ReshardError) as caught:
         list(read_records(path, method, template))
@@ -259,7 +259,7 @@ def test_turns_are_held_against_what_the_template_refuses(tmp_path: Path) -> Non
     system = {"messages": [{"role": "system", "content": ""}, *CHAT]}
     path = lines(tmp_path / "a.jsonl", {"messages": CHAT}, twice, system)
     assert len(list(read_records(path, "sft"))) == 3
-    template = Template(refuses_system=True, refuses_repeated=True)
+    template = TemplateLimits(refuses_system=True, refuses_repeated=True)
     turns, no_system = problems_of(path, template=template)
     assert turns.file == f"{path}:2" and "user twice in a row" in str(turns.found)
     assert no_system.file == f"{path}:3" and "no system message" in no_system.message
@@ -282,7 +282,7 @@ def test_shapes_of_the_documentation_are_detected(tmp_path: Path) -> None:
     table = page.split("<!-- shapes -->")[1].split("<!-- /shapes -->")[0].strip().splitlines()[2:]
     rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table]
     assert {(method, shape) for method, shape, _ in rows} == {
-        (method, shape) for method, shapes in METHODS.items() for shape in shapes
+        (method, shape) for method, shapes in SHAPES_OF_METHOD.items() for shape in shapes
     }
     for method, shape, record in rows:
         text = iter("abcdefgh")
@@ -354,7 +354,7 @@ def test_samples_are_those_that_trl_makes(tokenizer: Any, tiny: Callable[..., Pa
 
 def test_of_a_chat_only_the_words_of_the_assistant_can_be_learned(tokenizer: Any) -> None:
     messages = [*CHAT, {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
-    (sample,) = tokens.samples({"messages": messages}, tokenizer, tokens.Learning(assistant_only=True))
+    (sample,) = tokens.samples({"messages": messages}, tokenizer, tokens.LossCoverage(assistant_only=True))
     learned = [index for index, flag in zip(sample.ids, sample.learned, strict=True) if flag]
     assert tokenizer.decode(learned) == "Hello<|im_end|>\nHi<|im_end|>\n"
 
@@ -386,13 +386,13 @@ def test_what_a_template_refuses_is_found_by_asking_it(tokenizer: Any) -> None:
     from copy import deepcopy
 
     folder = str(tokenizer.name_or_path)
-    assert tokens.probe(tokenizer) == Template(folder=folder)
+    assert tokens.probe(tokenizer) == TemplateLimits(folder=folder)
     strict = deepcopy(tokenizer)
     strict.chat_template = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
     )
-    assert tokens.probe(strict) == Template(refuses_system=True, refuses_repeated=True, folder=folder)
+    assert tokens.probe(strict) == TemplateLimits(refuses_system=True, refuses_repeated=True, folder=folder)
     with pytest.raises(ReshardError, match="roles must alternate"):
         tokens.samples({"messages": [CHAT[0], CHAT[0]]}, strict)
 

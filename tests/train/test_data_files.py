@@ -144,7 +144,7 @@ def test_a_file_of_blank_lines_is_empty(tmp_path: Path) -> None:
 def test_datasets_take_it_whatever_columns_later_records_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_data, "BATCH", 2)
+    monkeypatch.setattr(training_data, "ARROW_BATCH_ROWS", 2)
     called = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
     rows = [{"messages": CHAT}, {"messages": CHAT}, {"messages": called, "tools": [{"name": "f"}]}]
     dataset = load_dataset(mix_of(lines(tmp_path / "a.jsonl", *rows)), "sft")

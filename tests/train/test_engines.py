@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from reshard.training import engines
-from reshard.training.engines import MODULES, engine_named
+from reshard.training import engine_registry
+from reshard.training.engine_registry import ENGINE_MODULES, engine_named
 from reshard.training.methods import METHODS
 from reshard.training.run import Run
 
-SOURCE = Path(engines.__file__).parent
-FOLDERS = [SOURCE / module.rsplit(".", 1)[1] for module in MODULES.values()]
+SOURCE = Path(engine_registry.__file__).parent
+FOLDERS = [SOURCE / module.rsplit(".", 1)[1] for module in ENGINE_MODULES.values()]
 OUTSIDE = [
     path for path in sorted(SOURCE.rglob("*.py")) if not any(path.is_relative_to(each) for each in FOLDERS)
 ]
-NAMES = {*MODULES, *(name.capitalize() for name in MODULES)}
+NAMES = {*ENGINE_MODULES, *(name.capitalize() for name in ENGINE_MODULES)}
 
 
 def names_of_engines(tree: ast.AST) -> Iterator[str]:
@@ -30,7 +30,9 @@ def names_of_engines(tree: ast.AST) -> Iterator[str]:
             yield f"{node.lineno}: {node.value!r}"
         if isinstance(node, ast.ImportFrom):
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
-            if any(f"{each}.".startswith(f"{module}.") for each in modules for module in MODULES.values()):
+            if any(
+                f"{each}.".startswith(f"{module}.") for each in modules for module in ENGINE_MODULES.values()
+            ):
                 yield f"{node.lineno}: import of {node.module}"
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
@@ -48,7 +50,7 @@ def test_only_the_list_of_engines_and_the_default_name_one() -> None:
     }
     named = {path: lines for path, lines in found.items() if lines}
     assert named.keys() == {"options.py"}, named
-    assert len(named["options.py"]) == len(MODULES) + 1
+    assert len(named["options.py"]) == len(ENGINE_MODULES) + 1
 
 
 def test_the_look_would_see_a_name() -> None:
@@ -63,7 +65,7 @@ def test_the_look_would_see_a_name() -> None:
     assert not list(names_of_engines(ast.parse("before.engine == run.engine")))
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ENGINE_MODULES)
 def test_an_engine_tells_all_about_itself(name: str, tmp_path: Path) -> None:
     engine = engine_named(name)
     assert engine.name == name
@@ -77,14 +79,15 @@ def test_an_engine_tells_all_about_itself(name: str, tmp_path: Path) -> None:
 
 
 def test_every_method_has_an_engine() -> None:
-    assert {method for name in MODULES for method in engine_named(name).methods} == set(METHODS)
+    assert {method for name in ENGINE_MODULES for method in engine_named(name).methods} == set(METHODS)
 
 
 def test_asking_an_engine_imports_no_framework() -> None:
     """So that a rank can claim its device first, and `--help` is fast; nor the doctor, which no rank needs."""
-    needless = ("torch", "transformers", "trl", "megatron.core", "reshard.diagnosis.diagnosis")
+    needless = ("torch", "transformers", "trl", "megatron.core", "reshard.diagnosis.diagnose_targets")
     code = (
-        "import sys; from reshard.training.engines import MODULES, engine_named; [engine_named(n) for n in MODULES]; "
+        "import sys; from reshard.training.engine_registry import ENGINE_MODULES, engine_named\n"
+        "[engine_named(n) for n in ENGINE_MODULES]; "
         f"import reshard.training.worker; print([m for m in {needless} if m in sys.modules])"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -18,18 +18,18 @@ import pytest
 from rich.console import Console
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.diagnosis.targets.environment import Environment
-from reshard.guard.end.complete import RECORD
+from reshard.diagnosis.targets.environments import Environment
+from reshard.guard.end.completeness import RUN_RECORD
 from reshard.training import megatron, trl
-from reshard.training.engines import engine_named
-from reshard.training.launching.provenance import record_of, words_of
+from reshard.training.engine_registry import engine_named
+from reshard.training.launching.run_record import record_of, words_of
 from reshard.training.preflight import preflight
-from reshard.training.request import check, run_of
 from reshard.training.run import Run
-from reshard.training.show import report, trackers
-from reshard.training.show.display import Display
-from reshard.training.show.monitor import History, Metrics, Row
-from reshard.training.trl import checkpoints
+from reshard.training.run_request import check, run_of
+from reshard.training.show import html_report, trackers
+from reshard.training.show.metrics import History, MetricsRow, MetricsWriter
+from reshard.training.show.progress_display import ProgressDisplay
+from reshard.training.trl import checkpoint_folders
 from tests.train.conftest import chats, prompts, write_lines
 
 NOWHERE = Environment({}, [], None, {})
@@ -66,7 +66,7 @@ def test_data_to_evaluate_on_are_a_flag_a_key_and_part_of_the_record(run: Run, t
     run.output.mkdir()
     record = record_of(run, {})
     assert len(record["eval_data_digest"]) == 64 and record["eval_data_digest"] != record["data_digest"]
-    (run.output / RECORD).write_text(json.dumps(record))
+    (run.output / RUN_RECORD).write_text(json.dumps(record))
     assert Run.read(run.output) == run
     assert run_of("sft", {"output": run.output, "resume": True}) == replace(run, resume=True)
     assert str(run.eval_data) in words_of(run)
@@ -157,7 +157,7 @@ def test_a_run_goes_on_with_other_data_to_evaluate_on_and_says_so(run: Run) -> N
     checkpoint = run.output / "checkpoint-2"
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer_state.json").write_text("{}")
-    (checkpoint / RECORD).write_text(json.dumps({**run.as_dict(), "eval_data_digest": "of other data"}))
+    (checkpoint / RUN_RECORD).write_text(json.dumps({**run.as_dict(), "eval_data_digest": "of other data"}))
     found = preflight(replace(run, resume=True), environment=NOWHERE)
     assert found.problems == []
     assert the("evaluation data have changed", found.warnings).file == str(run.eval_data)
@@ -234,9 +234,9 @@ def test_what_evaluations_cannot_give_is_refused(said: dict[str, Any], cure: str
 def test_the_best_checkpoint_stays_when_others_go(tmp_path: Path) -> None:
     for step in (2, 4, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    checkpoints.rotate(tmp_path, 1, best=2)
+    checkpoint_folders.rotate(tmp_path, 1, best=2)
     assert {folder.name for folder in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-10"}
-    checkpoints.rotate(tmp_path, 1)
+    checkpoint_folders.rotate(tmp_path, 1)
     assert [folder.name for folder in tmp_path.iterdir()] == ["checkpoint-10"]
 
 
@@ -251,9 +251,9 @@ def test_completions_are_evaluated_in_whole_groups(run: Run) -> None:
 # told
 
 
-def rows(*evaluated: int) -> list[Row]:
+def rows(*evaluated: int) -> list[MetricsRow]:
     """Four steps of two seconds, and after some of them an evaluation of ten."""
-    found: list[Row] = [{"event": "begin", "steps": 4, "done": 0, "time": 0.0}]
+    found: list[MetricsRow] = [{"event": "begin", "steps": 4, "done": 0, "time": 0.0}]
     now = 0.0
     for step in range(1, 5):
         now += 2.0
@@ -279,8 +279,8 @@ def test_evaluations_take_no_part_in_the_speed() -> None:
 def test_each_evaluation_is_a_line_and_a_row(run: Run) -> None:
     run.output.mkdir()
     console = Console(file=StringIO())
-    with Display(run, console) as watch:
-        monitor = Metrics(run, 0, [watch.add])
+    with ProgressDisplay(run, console) as watch:
+        monitor = MetricsWriter(run, 0, [watch.add])
         monitor.begin(4)
         monitor.evaluated(2, eval_loss=2.5, eval_mean_token_accuracy=0.75, seconds=1.0)
     assert "evaluated after step 2  loss 2.5000  token accuracy 0.7500\n" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -294,7 +294,7 @@ def test_the_report_draws_them_beside_the_loss(evaluated: tuple[int, ...]) -> No
     history = History()
     for row in rows(*evaluated):
         history.add(row)
-    page = report.page([report.Shown("run", {}, history)])
+    page = html_report.page([html_report.ShownRun("run", {}, history)])
     (loss, *_) = (json.loads(html.unescape(text)) for text in re.findall(r"data-chart='(.*?)'", page))
     beside = [point for each in loss["runs"] for point in each["beside"]]
     assert [step for step, _ in beside] == list(evaluated)

@@ -20,14 +20,14 @@ from rich.console import Console
 from reshard.algebra.layout import Layout
 from reshard.cli.train import command as train
 from reshard.guard.end.failure import failure_in
-from reshard.training.data.mix import Mix, Source
+from reshard.training.data.mix import DataMix, DataSource
 from reshard.training.launching import launch
-from reshard.training.launching.ending import Screen, failure_of_rank, failure_of_ranks, print_end
-from reshard.training.launching.places import Place
-from reshard.training.launching.provenance import words_of
-from reshard.training.request import run_of
-from reshard.training.run import Ranks, Run
-from reshard.training.show.monitor import append
+from reshard.training.launching.end_of_run import RunScreen, failure_of_rank, failure_of_ranks, print_end
+from reshard.training.launching.rank_environment import LaunchedRank
+from reshard.training.launching.run_record import words_of
+from reshard.training.run import Run, RunProcesses
+from reshard.training.run_request import run_of
+from reshard.training.show.metrics import append
 from tests.train.launches import start
 
 LOGS = Path(__file__).parents[1] / "data/train"
@@ -36,7 +36,7 @@ PLAIN = Run("sft", Path("/m"), Path("/d"), Path("/o"))
 
 def failed(run: Run, language: str = "en") -> str:
     console = Console(file=StringIO(), width=300)
-    assert launch.launch(run, screen=Screen(console, language=language)) == 1
+    assert launch.launch(run, screen=RunScreen(console, language=language)) == 1
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -68,7 +68,7 @@ def test_a_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[..., Ru
 def test_the_rank_that_torchrun_says_was_killed_is_told_in_chinese_too(tmp_path: Path) -> None:
     run, console = replace(PLAIN, output=tmp_path), Console(file=StringIO(), width=300)
     log = LOGS.parent / "guard/torchrun-kill.log"
-    print_end(run, failure_of_ranks(run, log, 1), Screen(console, language="zh"), log)
+    print_end(run, failure_of_ranks(run, log, 1), RunScreen(console, language="zh"), log)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "rank 1 failed first" in text and "killed by SIGKILL" in text
     assert "没有找到完整的检查点" in text
@@ -77,7 +77,7 @@ def test_the_rank_that_torchrun_says_was_killed_is_told_in_chinese_too(tmp_path:
 
 def test_a_single_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[..., Run]) -> None:
     """No torchrun reports it."""
-    text = failed(make_run(fail="kill", at=2, ranks=Ranks(nproc=1)))
+    text = failed(make_run(fail="kill", at=2, ranks=RunProcesses(nproc=1)))
     assert "the command failed" in text and "killed by SIGKILL" in text and "--resume" in text
     assert "error: A process was killed from outside (killed-by-signal" in text
 
@@ -103,7 +103,7 @@ def test_a_torchrun_that_was_killed_is_no_failure_of_a_rank(make_run: Callable[.
             Path("/o"),
             lora=True,
             parallel="fsdp2",
-            ranks=Ranks(8, 2, 1, "gpu07:29500"),
+            ranks=RunProcesses(8, 2, 1, "gpu07:29500"),
             reward=("rewards:score",),
             eval_data=Path("/e.jsonl"),
             merge=False,
@@ -117,12 +117,12 @@ def test_a_torchrun_that_was_killed_is_no_failure_of_a_rank(make_run: Callable[.
             "megatron",
             parallel="tp",
             layout=Layout(2, 2),
-            ranks=Ranks(1),
+            ranks=RunProcesses(1),
         ),
         Run(
             "sft",
             Path("/m"),
-            Mix((Source(Path("/a b.jsonl"), 0.7), Source(Path("/b:c.jsonl"), 3))),
+            DataMix((DataSource(Path("/a b.jsonl"), 0.7), DataSource(Path("/b:c.jsonl"), 3))),
             Path("/o"),
             data_shape="chat",
             system="Be brief.",
@@ -174,7 +174,7 @@ def test_what_a_rank_raises_forges_no_line_and_commands_no_terminal(tmp_path: Pa
     run = Run("sft", tmp_path, tmp_path, tmp_path)
     console = Console(file=StringIO(), width=300)
     error = ValueError("no good\x1b[2J\x9b31m\nerror: forged\n  cure forged")
-    print_end(run, failure_of_rank(run, 0, error), Screen(console))
+    print_end(run, failure_of_rank(run, 0, error), RunScreen(console))
     told = console.file.getvalue()
     assert "\x1b" not in told and r"no good\x9b31m" in told and "\n  error: forged\n" in told
 
@@ -192,7 +192,7 @@ def test_under_a_foreign_launcher_the_way_on_names_it(tmp_path: Path) -> None:
     for name in ("run.json", "saved.json"):
         (tmp_path / "checkpoint-2" / name).write_text("{}")
     console = Console(file=StringIO(), width=300)
-    print_end(run, None, Screen(console), place=Place("srun", 0, 2, 0, "gpu07", 29500))
+    print_end(run, None, RunScreen(console), place=LaunchedRank("srun", 0, 2, 0, "gpu07", 29500))
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert f"to continue: srun … reshard train sft --resume -o {tmp_path}" in told
 

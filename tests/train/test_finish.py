@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import reshard
 from reshard.base.errors import ReshardError
 from reshard.guard.end.acceptance import checked
-from reshard.guard.end.final import Finished
+from reshard.guard.end.final_folder import FinishedRun
 from reshard.oracle.transformers import transformers_logits
-from reshard.training import outputs
+from reshard.training import output_folder
 from reshard.training.finish import export, finish
-from reshard.training.outputs import clear
+from reshard.training.output_folder import clear
 from reshard.training.run import Run
 from tests.environments import python
 from tests.judges import TOKENS, tensors_of
@@ -82,7 +82,7 @@ def adapted(model: Path, output: Path) -> tuple[Run, Path]:
     return run, checkpoint
 
 
-def wrong(finished: Finished) -> dict[str, str]:
+def wrong(finished: FinishedRun) -> dict[str, str]:
     return {check.name: check.problems[0].message for check in finished.checks if not check.right}
 
 
@@ -334,7 +334,7 @@ def test_the_result_of_a_run_is_not_the_output_of_another(
 ) -> None:
     run, _ = trained(tiny("qwen3"), tmp_path / "out")
     other = replace(run, output=finish(run).final)
-    (problem,) = outputs.refused(other, overwrite=overwrite)
+    (problem,) = output_folder.refused(other, overwrite=overwrite)
     assert problem.message == "the output is a checkpoint, not the folder of a run"
 
 

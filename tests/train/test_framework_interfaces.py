@@ -18,8 +18,8 @@ import tomllib
 from packaging.requirements import Requirement
 
 from reshard.training import trl
-from reshard.training.trl.methods import WAYS
-from reshard.training.trl.overrides import Overrides
+from reshard.training.trl.trainer_overrides import TrainerOverrides
+from reshard.training.trl.trl_methods import TRL_METHODS
 
 SOURCE = Path(trl.__file__).parent
 
@@ -101,7 +101,7 @@ def test_the_frameworks_have_each_of_these_names(name: str) -> None:
 def overridden(mixin: type) -> Iterator[tuple[str, Any, Any]]:
     """Each method of a mixin that a trainer has, ours and theirs."""
     for name, ours in vars(mixin).items():
-        for way in WAYS.values():
+        for way in TRL_METHODS.values():
             if (
                 callable(ours)
                 and callable(theirs := getattr(way.trainer_class(), name, None))
@@ -111,11 +111,11 @@ def overridden(mixin: type) -> Iterator[tuple[str, Any, Any]]:
 
 
 def test_the_overridden_methods_are_those_listed() -> None:
-    assert {name for name, _, _ in overridden(Overrides)} == OVERRIDDEN.keys()
+    assert {name for name, _, _ in overridden(TrainerOverrides)} == OVERRIDDEN.keys()
 
 
 def test_an_override_takes_what_the_frameworks_pass() -> None:
-    for name, ours, theirs in overridden(Overrides):
+    for name, ours, theirs in overridden(TrainerOverrides):
         asked, takes = parameters(theirs), parameters(ours)
         if Parameter.VAR_POSITIONAL in asked.values():
             continue  # TRL's own passes everything on

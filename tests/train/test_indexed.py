@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import run_ranks
-from reshard.training.data.mix import Mix, read_mix
+from reshard.training.data.mix import DataMix, read_mix
 from tests.commandline import reshard
 from tests.train.megatron import DECAY, EPSILON, ROWS, STEPS, cosine, run_of, train, train_and_die
 
@@ -48,7 +48,7 @@ def prefixes(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return write(folder / "books", tiny("qwen3"), 0, 60), write(folder / "code", tiny("qwen3"), 500, 20)
 
 
-def mix(*words: object) -> Mix:
+def mix(*words: object) -> DataMix:
     return read_mix("--data", [str(word) for word in words])
 
 

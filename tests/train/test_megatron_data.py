@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
-from reshard.training.data.tokens import Learning, Sample, load_tokenizer, samples
+from reshard.training.data.tokens import LossCoverage, Sample, load_tokenizer, samples
 from reshard.training.megatron.options import read
-from reshard.training.megatron.rows import (
-    IGNORED,
+from reshard.training.megatron.packed_rows import (
+    IGNORED_LABEL,
     INPUTS,
     LABELS,
     SAMPLES,
-    Counts,
-    Order,
+    RowOrder,
+    SampleCounts,
     key_of,
     make_rows,
     packed,
@@ -44,7 +44,7 @@ def tokenizer(tiny: Tiny) -> Any:
 
 def learned(record: dict[str, Any], tokenizer: Any) -> str:
     """The text of the tokens with a loss."""
-    (sample,) = samples(record, tokenizer, Learning(assistant_only=True))
+    (sample,) = samples(record, tokenizer, LossCoverage(assistant_only=True))
     return str(tokenizer.decode([token for token, wanted in zip(*sample, strict=True) if wanted]))
 
 
@@ -101,19 +101,19 @@ def test_a_chat_without_a_template_is_refused(tiny: Tiny) -> None:
 
 
 def test_a_sample_is_learned_one_token_ahead() -> None:
-    (piece,) = pieces_of([Sample([5, 6, 7, 8], [False, False, True, True])], 16, 1, Counts())
-    assert (piece.inputs.tolist(), piece.labels.tolist()) == ([5, 6, 7], [IGNORED, 7, 8])
+    (piece,) = pieces_of([Sample([5, 6, 7, 8], [False, False, True, True])], 16, 1, SampleCounts())
+    assert (piece.inputs.tolist(), piece.labels.tolist()) == ([5, 6, 7], [IGNORED_LABEL, 7, 8])
 
 
 def test_long_text_goes_on_in_the_next_piece_and_no_token_is_lost() -> None:
     tokens = list(range(100, 123))
-    pieces = list(pieces_of([Sample(tokens, [True] * 23)], 8, 1, Counts()))
+    pieces = list(pieces_of([Sample(tokens, [True] * 23)], 8, 1, SampleCounts()))
     assert [piece.inputs.tolist() for piece in pieces] == [tokens[0:8], tokens[8:16], tokens[16:22]]
     assert [token for piece in pieces for token in piece.labels] == tokens[1:]
 
 
 def test_a_long_chat_is_cut_and_counted() -> None:
-    counts = Counts()
+    counts = SampleCounts()
     samples = [Sample(list(range(20)), [index >= 5 for index in range(20)])] * 2
     samples.append(Sample(list(range(20)), [index >= 15 for index in range(20)]))
     pieces = list(pieces_of(samples, 8, 1, counts))
@@ -135,16 +135,16 @@ def test_packing_fills_rows_and_keeps_every_piece(lengths: list[int]) -> None:
 
 def test_rows_number_their_samples_and_their_padding() -> None:
     samples = [Sample([1, 2, 3, 4], [True] * 4), Sample([5, 6], [True] * 2)]
-    pieces = list(pieces_of(samples, 8, 1, Counts()))
+    pieces = list(pieces_of(samples, 8, 1, SampleCounts()))
     (row,) = put_together(pieces, 8, pack=True)
     assert row[INPUTS].tolist() == [1, 2, 3, 5, 0, 0, 0, 0]
-    assert row[LABELS].tolist() == [2, 3, 4, 6, *[IGNORED] * 4]
+    assert row[LABELS].tolist() == [2, 3, 4, 6, *[IGNORED_LABEL] * 4]
     assert row[SAMPLES].tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
     assert len(put_together(pieces, 8, pack=False)) == 2
 
 
 def test_a_step_takes_the_same_rows_at_every_layout() -> None:
-    order = Order(10, seed=3)
+    order = RowOrder(10, seed=3)
     for step in range(5):
         alone = order.of_step(step, 8, 0, 1)
         shared = [row for rank in range(4) for row in order.of_step(step, 8, rank, 4)]
@@ -155,7 +155,7 @@ def test_a_step_takes_the_same_rows_at_every_layout() -> None:
 
 
 def test_context_parallel_ranks_take_equal_parts_of_every_sample() -> None:
-    pieces = list(pieces_of([Sample(list(range(n)), [True] * n) for n in (9, 14, 4)], 40, 4, Counts()))
+    pieces = list(pieces_of([Sample(list(range(n)), [True] * n) for n in (9, 14, 4)], 40, 4, SampleCounts()))
     (row,) = put_together(pieces, 40, pack=True)
     assert {bound % 4 for bound in sample_bounds(row[SAMPLES])} == {0}
     parts = [rank_tokens(row[SAMPLES], rank, 2) for rank in range(2)]

@@ -16,18 +16,18 @@ from megatron.core.transformer import MLATransformerConfig
 from reshard.base.errors import Problem, ReshardError
 from reshard.engines.megatron.session import run_ranks
 from reshard.training import megatron
-from reshard.training.fields import kind, typed
-from reshard.training.megatron import looks, refusals
+from reshard.training.dataclass_fields import kind, typed
+from reshard.training.megatron import checks, refused_options
 from reshard.training.megatron.core_fields import (
-    CONFIGS,
+    CORE_CONFIGS,
     DATA_PARALLEL,
     MODEL,
     OPTIMIZER,
-    USUAL,
+    TRAINING_DEFAULTS,
     all_fields,
     core_fields,
 )
-from reshard.training.megatron.options import OWN, read
+from reshard.training.megatron.options import OWN_OPTIONS, read
 from reshard.training.run import Run
 from tests.train import options_table
 from tests.train.megatron import Seen, run_of, train, write_chats
@@ -48,13 +48,13 @@ def problems_of(**options: Any) -> list[Problem]:
     return caught.value.problems
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", CORE_CONFIGS)
 def test_fields_read_from_the_source_are_those_of_the_live_class(config: str) -> None:
     live = {each.name: each for each in dataclasses.fields(LIVE[config]) if each.name[0] != "_"}
     assert core_fields()[config].keys() == live.keys()
     for name, found in core_fields()[config].items():
         default = live[name].default
-        if name in USUAL:
+        if name in TRAINING_DEFAULTS:
             continue
         if found.default and isinstance(default, (bool, str)):
             assert found.default == str(default), name
@@ -142,16 +142,16 @@ def test_what_breaks_a_promise_is_refused_by_name(name: str, value: str, why: st
 def test_what_needs_transformer_engine_is_refused_without(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "find_spec", lambda name: None)
+    monkeypatch.setattr(refused_options, "find_spec", lambda name: None)
     (problem,) = problems_of(**{name: value})
     assert problem.rule == "it needs TransformerEngine, which is not installed"
-    monkeypatch.setattr(refusals, "find_spec", lambda name: "there")
+    monkeypatch.setattr(refused_options, "find_spec", lambda name: "there")
     (problem,) = problems_of(**{name: value}, transformer_impl="local")
     assert problem.remedy == "leave out --transformer_impl local"
-    monkeypatch.setattr(refusals, "_has_gpu", lambda: False)
+    monkeypatch.setattr(refused_options, "_has_gpu", lambda: False)
     (problem,) = problems_of(**{name: value})
     assert problem.rule == "it needs a GPU"
-    monkeypatch.setattr(refusals, "_has_gpu", lambda: True)
+    monkeypatch.setattr(refused_options, "_has_gpu", lambda: True)
     nowhere = Path("/nowhere")
     assert megatron.ENGINE.options(Run("sft", nowhere, nowhere, nowhere, "megatron", options={name: value}))[
         name
@@ -180,22 +180,22 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 def test_every_name_that_is_refused_is_one_of_a_field() -> None:
     """So that lists do not contain fields that megatron-core has dropped."""
-    every = [*refusals.REFUSED, refusals.NEEDS_ENGINE, refusals.NEEDS_GPU]
+    every = [*refused_options.REFUSED, refused_options.NEEDS_TRANSFORMER_ENGINE, refused_options.NEEDS_GPU]
     stale = [
         pattern
         for each in every
         for pattern in each.names
         if not any(replace(each, names=(pattern,)).takes(name) for name in all_fields())
     ]
-    assert stale == [] and refusals.SIZES.keys() <= all_fields().keys()
+    assert stale == [] and refused_options.SIZES_OF_MODEL.keys() <= all_fields().keys()
 
 
 def test_what_passes_is_listed_with_type_and_help() -> None:
     listed = {each.name: each for each in megatron.ENGINE.known_options("sft")}
-    assert OWN.keys() <= listed.keys()
+    assert OWN_OPTIONS.keys() <= listed.keys()
     assert (listed["attention_dropout"].kind, listed["attention_dropout"].default) == ("float", "0.0")
     assert "dropout" in listed["attention_dropout"].help
-    assert not any(refusals.refusal_of(name) for name in listed if name not in OWN)
+    assert not any(refused_options.refusal_of(name) for name in listed if name not in OWN_OPTIONS)
 
 
 PASSED = {
@@ -224,11 +224,11 @@ def shown(value: Any) -> str:
 
 def _configs(run: Run) -> dict[str, dict[str, Any]]:
     """The fields of the live configs of a run that has trained a step."""
-    from reshard.training.megatron import loop
+    from reshard.training.megatron import training_loop
 
     kept: list[Any] = []
-    original = loop.prepare
-    loop.prepare = lambda *given: kept.append(original(*given)) or kept[0]
+    original = training_loop.prepare
+    training_loop.prepare = lambda *given: kept.append(original(*given)) or kept[0]
     seen = Seen()
     megatron.ENGINE.train(run, seen)
     (trainee,) = kept
@@ -247,7 +247,10 @@ def _configs(run: Run) -> dict[str, dict[str, Any]]:
         name: (listed[name], shown(getattr(live[config], name)))
         for config, fields in core_fields().items()
         for name in fields
-        if name in listed and name not in OWN and name not in run.options and hasattr(live[config], name)
+        if name in listed
+        and name not in OWN_OPTIONS
+        and name not in run.options
+        and hasattr(live[config], name)
     }
     found["others"] = {name: pair for name, pair in others.items() if pair[0] != pair[1]}
     return {**found, "losses": seen.steps, "decays": sorted({group["weight_decay"] for group in groups})}
@@ -294,9 +297,9 @@ def test_a_schedule_of_the_weight_decay_and_wsd_reach_the_scheduler(tiny: Tiny, 
 
 def test_what_megatron_core_refuses_is_refused_before_the_launch(tiny: Tiny, tmp_path: Path) -> None:
     run = run_of(tiny("qwen3"), tmp_path, tmp_path / "out", recompute_granularity="selective")
-    assert list(looks.model(run)) == []
+    assert list(checks.model(run)) == []
     wrong = replace(run, options={**run.options, "recompute_modules": "no_such_module"})
-    (problem,) = looks.model(wrong)
+    (problem,) = checks.model(wrong)
     assert problem.message == "megatron-core refuses the options"
     assert "recompute_modules" in str(problem.remedy)
 

@@ -24,7 +24,7 @@ from reshard.engines.megatron.session import RankError
 from reshard.training import megatron
 from reshard.training.engine import Trained
 from reshard.training.megatron.options import read
-from reshard.training.megatron.rows import make_rows
+from reshard.training.megatron.packed_rows import make_rows
 from reshard.training.run import Run
 from tests.judges import THRESHOLD, TOKENS
 from tests.train.conftest import spoil, write_lines

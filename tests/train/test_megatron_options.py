@@ -14,9 +14,9 @@ import pytest
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.training import megatron
-from reshard.training.megatron import looks
+from reshard.training.megatron import checks
 from reshard.training.megatron.batches import schedule, steps_of, uses_transformer_engine
-from reshard.training.megatron.options import OWN, Options, read
+from reshard.training.megatron.options import OWN_OPTIONS, MegatronOptions, read
 from reshard.training.run import Run
 from tests.train.conftest import chats, write_lines
 
@@ -113,18 +113,24 @@ def test_values_that_nothing_can_be_trained_with_are_refused(
 
 def test_every_option_has_a_type_and_a_line_of_help() -> None:
     listed = megatron.ENGINE.known_options("sft")
-    own = [option for option in listed if option.name in OWN]
-    assert {option.name for option in own} == OWN.keys() == set(Options.__dataclass_fields__) - {"more"}
+    own = [option for option in listed if option.name in OWN_OPTIONS]
+    assert (
+        {option.name for option in own}
+        == OWN_OPTIONS.keys()
+        == set(MegatronOptions.__dataclass_fields__) - {"more"}
+    )
     assert all(option.kind and option.help for option in own)
     assert {option.name: option.default for option in listed}["clip_grad"] == "1.0"
 
 
 def test_sequences_of_a_step_divide_over_microbatches_and_replicas() -> None:
-    steps = steps_of(Options(micro_batch_size=2, global_batch_size=16, seq_length=64), Layout(tp=2), 8, 100)
+    steps = steps_of(
+        MegatronOptions(micro_batch_size=2, global_batch_size=16, seq_length=64), Layout(tp=2), 8, 100
+    )
     assert (steps.replicas, steps.microbatches, steps.total) == (4, 2, 7)
-    assert steps_of(Options(seq_length=64), Layout(pp=2, vpp=2), 6, 100).sequences == 18
-    assert steps_of(Options(seq_length=64, train_epochs=2.5), Layout(), 1, 32).total == 5
-    assert steps_of(Options(seq_length=64, train_iters=9), Layout(), 1, 32).total == 9
+    assert steps_of(MegatronOptions(seq_length=64), Layout(pp=2, vpp=2), 6, 100).sequences == 18
+    assert steps_of(MegatronOptions(seq_length=64, train_epochs=2.5), Layout(), 1, 32).total == 5
+    assert steps_of(MegatronOptions(seq_length=64, train_iters=9), Layout(), 1, 32).total == 9
 
 
 @pytest.mark.parametrize(
@@ -142,7 +148,7 @@ def test_what_does_not_come_out_says_what_would(
     layout: Layout, world_size: int, given: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ReshardError) as caught:
-        steps_of(Options(**{"seq_length": 64, **given}), layout, world_size, 100)
+        steps_of(MegatronOptions(**{"seq_length": 64, **given}), layout, world_size, 100)
     assert said in str(caught.value.problems)
 
 
@@ -157,11 +163,11 @@ def test_packed_sequences_are_counted_before_the_run(tiny: Tiny, tmp_path: Path)
 
 def test_context_parallelism_needs_transformer_engine() -> None:
     with pytest.raises(ReshardError, match="TransformerEngine"):
-        uses_transformer_engine(Options(transformer_impl="local"), Layout(cp=2))
+        uses_transformer_engine(MegatronOptions(transformer_impl="local"), Layout(cp=2))
 
 
 def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
-    options = Options(lr=1e-3, lr_warmup_iters=4, train_iters=4, seq_length=64)
+    options = MegatronOptions(lr=1e-3, lr_warmup_iters=4, train_iters=4, seq_length=64)
     with pytest.raises(ReshardError, match="less than 4 steps"):
         schedule(options, steps_of(options, Layout(), 1, 1))
 
@@ -186,5 +192,5 @@ def test_a_model_that_megatron_computes_otherwise_is_for_the_other_engine(
     config = json.loads((model / "config.json").read_text())
     config.pop("rope_parameters", None)
     (model / "config.json").write_text(json.dumps({**config, **changes}))
-    (problem,) = looks.model(replace(run_with(tmp_path), model=model))
+    (problem,) = checks.model(replace(run_with(tmp_path), model=model))
     assert "--engine trl" in str(problem.remedy) and "--family" not in str(problem.remedy)

@@ -18,11 +18,11 @@ from reshard.algebra.layout import Layout
 from reshard.base.plain_json import put
 from reshard.engines.megatron.session import RankError
 from reshard.formats import open_checkpoint
-from reshard.guard.end.complete import RECORD, SAVED
+from reshard.guard.end.completeness import RUN_RECORD, SAVED_FILE
 from reshard.training import megatron
 from reshard.training.engine import Trained
-from reshard.training.request import run_of as request_of
 from reshard.training.run import Run
+from reshard.training.run_request import run_of as request_of
 from tests.train.megatron import (
     STEPS,
     Seen,
@@ -80,7 +80,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Whole:
             given = {**OPTIONS, "eval_data": write_held_out(folder), **options}
             run = run_of(tiny(model), write_chats(folder), folder / "out", layout, **given)
             run.output.mkdir()
-            put(run.output / RECORD, run.as_dict())
+            put(run.output / RUN_RECORD, run.as_dict())
             done[key] = (run, *train(run, ranks))
         return done[key]
 
@@ -152,7 +152,7 @@ def test_a_megatron_checkpoint_that_has_lost_a_file_is_not_continued_from(
     run = replace(run, output=Path(shutil.copytree(run.output, tmp_path / "out")))
     last, kept = run.output / "iter_0000004", megatron.ENGINE.checkpoints
     assert kept.last(run.output) == last
-    assert {"common.pt", ".metadata"} <= set(json.loads((last / SAVED).read_text()))
+    assert {"common.pt", ".metadata"} <= set(json.loads((last / SAVED_FILE).read_text()))
     next(last.glob("*.distcp")).unlink()
     assert kept.last(run.output) == run.output / "iter_0000002"
     again, trained = train(replace(run, resume=True))

@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save_file
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.engines.megatron.session import RankError, run_ranks
-from reshard.guard.end.complete import RECORD
+from reshard.guard.end.completeness import RUN_RECORD
 from reshard.training import megatron
 from reshard.training.engine import Trained
-from reshard.training.megatron import proof
+from reshard.training.megatron import assertions
 from reshard.training.megatron.batches import steps_of
 from reshard.training.megatron.options import read
-from reshard.training.megatron.setup import Trainee, open_weights, prepare, start
-from reshard.training.megatron.weights import checksums, weights_of
+from reshard.training.megatron.rank_setup import Trainee, open_weights, prepare, start
+from reshard.training.megatron.sharded_weights import checksums, weights_of
 from reshard.training.run import Run
 from tests.train.conftest import write_lines
 from tests.train.megatron import Seen, run_of, train, write_chats
@@ -40,7 +40,7 @@ Tiny = Callable[..., Path]
 def test_the_worker_trains(torchrun: bool, tiny: Tiny, tmp_path: Path) -> None:
     """On ranks of torchrun, or with its variables; test_launch has torchrun start workers that train nothing."""
     run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", Layout(tp=2), train_iters=2)
-    record = run.output / RECORD
+    record = run.output / RUN_RECORD
     if torchrun:
         run.output.mkdir()
         record.write_text(json.dumps(run.as_dict()))
@@ -54,7 +54,7 @@ def test_the_worker_trains(torchrun: bool, tiny: Tiny, tmp_path: Path) -> None:
         assert not (ran := start_ranks(run, 2, start="fork")).failed, ran.log
     told = json.loads((run.output / "trained.json").read_text())
     assert told["step"] == 2
-    assert Path(told["checkpoint"], RECORD).read_text() == record.read_text()
+    assert Path(told["checkpoint"], RUN_RECORD).read_text() == record.read_text()
     assert not (run.output / ".rows").exists()
     events = [json.loads(line)["event"] for line in (run.output / "metrics.jsonl").read_text().splitlines()]
     assert events == ["note", "note", "begin", "step", "step", "saved"]
@@ -152,9 +152,9 @@ def _prepared(run: Run) -> Trainee:
 
 def _with_a_frozen_weight(run: Run) -> None:
     trainee = _prepared(run)
-    proof.assert_plan(trainee)
+    assertions.assert_plan(trainee)
     trainee.chunks[0].decoder.layers[1].mlp.linear_fc2.weight.requires_grad_(False)
-    proof.assert_plan(trainee)
+    assertions.assert_plan(trainee)
 
 
 def test_a_model_that_is_not_trained_as_planned_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
@@ -169,10 +169,10 @@ def _with_a_replica_of_its_own(run: Run) -> dict[str, int]:
     import torch
 
     trainee = _prepared(run)
-    same = proof.digests(trainee)
+    same = assertions.digests(trainee)
     if torch.distributed.get_rank() == 1:
         trainee.chunks[0].decoder.final_layernorm.weight.data[0] += 1
-    proof.digests(trainee)
+    assertions.digests(trainee)
     return same
 
 

@@ -17,12 +17,12 @@ from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import run_ranks
 from reshard.folders.companions import read_object
 from reshard.training import memory
-from reshard.training.engine import Batches, Precision
-from reshard.training.engines import engine_of
+from reshard.training.engine import StateBytes, StepCounts
+from reshard.training.engine_registry import engine_of
 from reshard.training.memory import activations
-from reshard.training.memory.activations import Kept, Widths
+from reshard.training.memory.activations import KeptBytes, LayerWidths
 from reshard.training.run import Run
-from reshard.training.trl.memory import sizes_of
+from reshard.training.trl.memory_estimate import sizes_of
 from reshard.transfer.source_files import Sources
 
 QWEN3_8B = {
@@ -83,7 +83,7 @@ def trainable(run: Run, dtype: str = "float32") -> Any:
     from peft import get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from reshard.training.trl.adapters import adapter_config
+    from reshard.training.trl.adapter_checks import adapter_config
 
     config = AutoConfig.from_pretrained(str(run.model))
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
@@ -186,8 +186,8 @@ def test_activations_are_those_that_autograd_keeps(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     with saved_tensors(model) as kept, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model.lm_head(model.model(tokens_of(model)).last_hidden_state)
-    widths = Widths.of(config)
-    case = Kept(
+    widths = LayerWidths.of(config)
+    case = KeptBytes(
         computed=2 if autocast or dtype == "bfloat16" else 4, residual=2 if dtype == "bfloat16" else 4
     )
     layers = activations.of_layers(widths, case, LENGTH)
@@ -218,8 +218,8 @@ def test_adapters_keep_inputs_and_merged_experts_but_not_what_frozen_norms_would
         model.enable_input_require_grads()
     with saved_tensors(model) as kept, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model.get_base_model().model(tokens_of(model))
-    widths, width = Widths.of(config), 2 if autocast else 4
-    case = Kept(computed=width, residual=width, frozen=True)
+    widths, width = LayerWidths.of(config), 2 if autocast else 4
+    case = KeptBytes(computed=width, residual=width, frozen=True)
     layers = activations.of_layers(widths, case, LENGTH)
     if again:
         layers = widths.layers * activations.between_layers(widths, case)
@@ -235,8 +235,8 @@ def test_the_peak_of_real_steps_is_foretold(lora: bool, autocast: bool, again: b
     """Two optimizer steps with TRL's head, and every allocation in torch's profile."""
     options = {"lora_r": 8} if lora else {}
     run = run_on(small(tmp_path / "model", {**SMALL, "vocab_size": 4000}), lora=lora, options=options)
-    precision = Precision(4, 4, 8, 2 if autocast else 4, again)
-    found = memory.estimate(run, Batches(SEQUENCES, 1, 1, 1, LENGTH), precision, 1, gpu=False)
+    precision = StateBytes(4, 4, 8, 2 if autocast else 4, again)
+    found = memory.estimate(run, StepCounts(SEQUENCES, 1, 1, 1, LENGTH), precision, 1, gpu=False)
     assert found.total == pytest.approx(peak(run, autocast, again), rel=0.25)
 
 
@@ -246,7 +246,7 @@ def test_the_tiles_of_a_distillation_are_those_that_trl_computes_in(tmp_path: Pa
 
     folder = small(tmp_path / "model", {**SMALL, "vocab_size": 4000})
     run = run_on(folder, method="distillation", options={"teacher_model_name_or_path": str(folder)})
-    batches, precision = Batches(SEQUENCES, 1, 1, 1, LENGTH), Precision(4, 4, 8, 4, False)
+    batches, precision = StepCounts(SEQUENCES, 1, 1, 1, LENGTH), StateBytes(4, 4, 8, 4, False)
     _, step, _ = engine_of(run).estimates.parts(run, batches, precision, 1, gpu=False)
     hidden = [torch.randn(SEQUENCES, LENGTH, 256, requires_grad=each == 0) for each in range(2)]
     heads = [torch.randn(4000, 256, requires_grad=each == 0) for each in range(2)]
@@ -333,7 +333,7 @@ def test_tensor_parallel_ranks_hold_what_the_plan_of_transformers_cuts(
     name: str, ranks: int, tiny: Callable[..., Path]
 ) -> None:
     run = run_on(tiny(name), parallel="tp", layout=Layout(tp=2))
-    found = memory.estimate(run, Batches(1, 1, 1, 1, 64), Precision(4, 4, 8, 4), ranks, gpu=False)
+    found = memory.estimate(run, StepCounts(1, 1, 1, 1, 64), StateBytes(4, 4, 8, 4), ranks, gpu=False)
     for weights in run_ranks(ranks, weights_under_tp, run):
         assert found.always["weights"] == pytest.approx(weights, rel=0.02)
 
@@ -353,7 +353,7 @@ def test_generation_holds_keys_and_values_of_all_completions(tiny: Callable[...,
     import torch
 
     run = run_on(tiny("qwen3"), method="grpo", reward=("tests.train.test_memory:run_on",))
-    found = memory.estimate(run, Batches(2, 3, 1, 1, LENGTH), Precision(4, 4, 8, 4), 1, gpu=False)
+    found = memory.estimate(run, StepCounts(2, 3, 1, 1, LENGTH), StateBytes(4, 4, 8, 4), 1, gpu=False)
     model = trainable(run).eval()
     ids = torch.randint(3, model.config.vocab_size, (2 * 3, LENGTH))
     cache = model(input_ids=ids, use_cache=True).past_key_values
@@ -386,18 +386,18 @@ def test_megatrons_states_are_those_of_its_ranks(
     assert found.always["optimizer"] == pytest.approx(real["optimizer"], rel=0.02)
 
 
-def engine_batches(run: Run, world_size: int) -> Batches:
+def engine_batches(run: Run, world_size: int) -> StepCounts:
     replicas = run.layout.replicas(world_size)
-    return Batches(1, 2 // replicas, replicas, 1, int(run.options["seq_length"]))
+    return StepCounts(1, 2 // replicas, replicas, 1, int(run.options["seq_length"]))
 
 
 def held_by_rank(run: Run, world_size: int) -> dict[str, int]:
     """The memory of a Megatron-Core rank after a step, and the memory kept by its first micro-batch."""
     from reshard.training.megatron.batches import steps_of
     from reshard.training.megatron.options import read
-    from reshard.training.megatron.rows import Order
-    from reshard.training.megatron.setup import open_weights, prepare, start
-    from reshard.training.megatron.step import run_step
+    from reshard.training.megatron.packed_rows import RowOrder
+    from reshard.training.megatron.rank_setup import open_weights, prepare, start
+    from reshard.training.megatron.training_step import run_step
 
     options = read(run)
     sizes = start(run, options)
@@ -406,7 +406,7 @@ def held_by_rank(run: Run, world_size: int) -> dict[str, int]:
     weights = open_weights(run, options, False)
     trainee = prepare(run, options, steps_of(options, run.layout, world_size, 2), sizes, weights, False)
     with saved_tensors(trainee.chunks[0]) as kept:
-        run_step(trainee, rows, Order(2, 1), 0)
+        run_step(trainee, rows, RowOrder(2, 1), 0)
     chained = getattr(trainee.optimizer, "chained_optimizers", [trainee.optimizer])
     moments = [
         state[key]
@@ -433,7 +433,7 @@ def test_megatrons_activations_are_those_that_autograd_keeps(
     options = {**MEGATRON, "global_batch_size": 1, "recompute_granularity": recompute}
     run = run_on(tiny("qwen3"), engine="megatron", options=options)
     (real,) = run_ranks(1, held_by_rank, run, 1)
-    found = memory.estimate(run, Batches(1, 1, 1, 1, 64), engine_of(run).precision(run), 1, gpu=False)
+    found = memory.estimate(run, StepCounts(1, 1, 1, 1, 64), engine_of(run).precision(run), 1, gpu=False)
     one_layer_again = (
         real["kept again"] / read_object(run.model / "config.json", Sources())["num_hidden_layers"]
     )
@@ -448,7 +448,7 @@ def test_ranks_that_share_a_query_group_keep_the_projections_of_all(tiny: Callab
         options = {**MEGATRON, "global_batch_size": 1}
         run = run_on(model, engine="megatron", layout=Layout(tp=4), options=options)
         real.append(run_ranks(4, held_by_rank, run, 4)[0]["kept"])
-        found = memory.estimate(run, Batches(1, 1, 1, 1, 64), engine_of(run).precision(run), 4, gpu=False)
+        found = memory.estimate(run, StepCounts(1, 1, 1, 1, 64), engine_of(run).precision(run), 4, gpu=False)
         estimated.append(sum(found.step.values()))
     assert real[1] > 1.1 * real[0]
     assert estimated[1] - estimated[0] == pytest.approx(real[1] - real[0], rel=0.01)
@@ -459,12 +459,12 @@ def test_a_first_stage_holds_the_micro_batches_that_it_has_begun(tiny: Callable[
     options = {**MEGATRON, "global_batch_size": 2}
     run = run_on(tiny("qwen3", num_hidden_layers=8), engine="megatron", layout=Layout(pp=2), options=options)
     first, last = run_ranks(2, held_by_rank, run, 2)
-    found = memory.estimate(run, Batches(1, 2, 1, 1, 64), engine_of(run).precision(run), 2, gpu=False)
+    found = memory.estimate(run, StepCounts(1, 2, 1, 1, 64), engine_of(run).precision(run), 2, gpu=False)
     assert first["kept"] > 1.5 * last["kept"]
     assert found.step == {"activations": pytest.approx(first["kept"], rel=0.1)}
 
 
 def test_a_length_of_one_token_has_half_of_nothing(tmp_path: Path) -> None:
     run = run_on(small(tmp_path, SMALL))
-    found = memory.by_length(run, Batches(1, 1, 1, 1, 1), engine_of(run).precision(run), 1)
+    found = memory.by_length(run, StepCounts(1, 1, 1, 1, 1), engine_of(run).precision(run), 1)
     assert [*found] == [1, 2] and 0 < found[1][0] < found[2][0]

@@ -11,13 +11,13 @@ import pytest
 
 from bench.models import make
 from reshard.base.errors import GIB, ReshardError
-from reshard.diagnosis.targets.environment import Environment, Gpu
+from reshard.diagnosis.targets.environments import Environment, Gpu
 from reshard.folders.companions import read_object
 from reshard.training import memory
-from reshard.training.engine import Batches, Precision
-from reshard.training.engines import engine_of
-from reshard.training.memory import Memory
-from reshard.training.memory.activations import Widths
+from reshard.training.engine import StateBytes, StepCounts
+from reshard.training.engine_registry import engine_of
+from reshard.training.memory import MemoryEstimate
+from reshard.training.memory.activations import LayerWidths
 from reshard.training.run import Run
 from reshard.transfer.source_files import Sources
 from tests.train.test_memory import QWEN3_8B, SMALL, run_on
@@ -29,7 +29,7 @@ def qwen3_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("sparse") / "qwen3-8b", QWEN3_8B, sparse=True)
 
 
-def estimated(run: Run, world_size: int) -> Memory:
+def estimated(run: Run, world_size: int) -> MemoryEstimate:
     engine = engine_of(run)
     return memory.estimate(run, engine.batches(run, world_size, 10_000), engine.precision(run), world_size)
 
@@ -73,7 +73,7 @@ def test_plans_that_fit_are_found(
 
 def test_attention_matrices_of_the_local_spec_are_what_fills_a_gpu_with_megatron(qwen3_8b: Path) -> None:
     run = run_on(qwen3_8b, engine="megatron", options={**HALF, "train_iters": 10})
-    batches, precision = Batches(1, 2, 8, 10, 4096), engine_of(run).precision(run)
+    batches, precision = StepCounts(1, 2, 8, 10, 4096), engine_of(run).precision(run)
     alone = memory.estimate(run, batches, precision, 8)
     assert not memory.fits(alone, 80 * GIB)
     again = replace(run, options={**run.options, "recompute_granularity": "selective"})
@@ -93,10 +93,12 @@ def test_a_reference_model_lies_beside_the_policy_unless_adapters_can_be_switche
 
 
 def test_longer_sequences_take_more_and_recomputation_less(qwen3_8b: Path) -> None:
-    run, precision = run_on(qwen3_8b, parallel="fsdp2", options=HALF), Precision(4, 4, 8)
-    short, long = (memory.estimate(run, Batches(1, 1, 8, 1, length), precision, 8) for length in (1024, 4096))
+    run, precision = run_on(qwen3_8b, parallel="fsdp2", options=HALF), StateBytes(4, 4, 8)
+    short, long = (
+        memory.estimate(run, StepCounts(1, 1, 8, 1, length), precision, 8) for length in (1024, 4096)
+    )
     assert long.step["activations"] == 4 * short.step["activations"]
-    again = memory.estimate(run, Batches(1, 1, 8, 1, 4096), replace(precision, recomputation=True), 8)
+    again = memory.estimate(run, StepCounts(1, 1, 8, 1, 4096), replace(precision, recomputation=True), 8)
     assert again.step["activations"] < long.step["activations"] / 8
 
 
@@ -111,12 +113,12 @@ def test_room_is_that_of_the_smallest_gpu_or_a_share_of_what_is_free(monkeypatch
 
 def test_sizes_of_a_family_that_is_not_declared_are_read_from_usual_names(tiny: Callable[..., Path]) -> None:
     config = read_object(tiny("qwen3") / "config.json", Sources())
-    widths, plain = Widths.of(config), Widths.of({**config, "model_type": "unheard_of"})
+    widths, plain = LayerWidths.of(config), LayerWidths.of({**config, "model_type": "unheard_of"})
     assert replace(widths, qk_norm=False, expert_ffn=0) == plain
 
 
 def test_a_config_without_sizes_is_a_warning_and_a_text_model_is_found_inside() -> None:
     with pytest.raises(ReshardError) as caught:
-        Widths.of({"model_type": "qwen3", "hidden_size": 64})
+        LayerWidths.of({"model_type": "qwen3", "hidden_size": 64})
     assert [problem.severity for problem in caught.value.problems] == ["warning"]
-    assert Widths.of({"model_type": "seen", "text_config": SMALL}) == Widths.of(SMALL)
+    assert LayerWidths.of({"model_type": "seen", "text_config": SMALL}) == LayerWidths.of(SMALL)

@@ -15,13 +15,13 @@ import pytest
 
 import reshard as api
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.targets.environment import Environment
+from reshard.diagnosis.targets.environments import Environment
 from reshard.training import trl
 from reshard.training.finish import finish
-from reshard.training.methods import EXPERIMENTAL, METHODS, generates, is_rewarded
+from reshard.training.methods import EXPERIMENTAL_METHODS, METHODS, generates, is_rewarded
 from reshard.training.preflight import preflight
 from reshard.training.run import Run
-from reshard.training.trl.methods import WAYS
+from reshard.training.trl.trl_methods import TRL_METHODS
 from tests.commandline import reshard
 from tests.train.conftest import chats, preferences, rated, write_lines
 from tests.train.rewards import variety
@@ -35,8 +35,8 @@ NEW = ("kto", "reward", "distillation", "rloo")
 
 def asked(method: str, plan: str, model: Path, data: Path, output: Path, **options: Any) -> Run:
     lora = options.pop("lora", False)
-    if WAYS[method].teacher:
-        options.setdefault(str(WAYS[method].teacher), str(model))
+    if TRL_METHODS[method].teacher:
+        options.setdefault(str(TRL_METHODS[method].teacher), str(model))
     return run_of(plan, method, model, data, output, lora, 1, options)
 
 
@@ -55,9 +55,9 @@ def ran(
     def get(method: str, plan: str = "one", **options: Any) -> Ran:
         key = f"{method}-{plan}-{sorted(options.items())}"
         if key not in done:
-            if WAYS[method].teacher:
+            if TRL_METHODS[method].teacher:
                 options.setdefault(
-                    str(WAYS[method].teacher), str(tiny("qwen3", intermediate_size=96, seed=1))
+                    str(TRL_METHODS[method].teacher), str(tiny("qwen3", intermediate_size=96, seed=1))
                 )
             run = asked(method, plan, tiny("qwen3"), data[method], tmp_path_factory.mktemp(method), **options)
             done[key] = train(run, PLANS[plan], environment=ENVIRONMENTS.get(plan))
@@ -72,7 +72,7 @@ def plain_numbers(run: Run, folder: Path) -> list[tuple[float, float]]:
     from datasets import load_dataset
     from transformers import AutoTokenizer, set_seed
 
-    way = WAYS[run.method]
+    way = TRL_METHODS[run.method]
     rows = load_dataset("json", data_files=str(run.data), split="train", cache_dir=str(folder / "cache"))
     given = {
         name: value for name, value in run.options.items() if name not in ("eval_steps", "eval_on_start")
@@ -128,7 +128,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_killed(
 def test_every_plan_of_a_method_has_the_same_losses(
     method: str, plan: str, ran: Callable[..., Ran], tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
-    if plan not in WAYS[method].plans:
+    if plan not in TRL_METHODS[method].plans:
         found = preflight(replace(ran(method).run, output=tmp_path, parallel=plan), environment=NOWHERE)
         assert "trl-method-plan-unsupported" in {problem.code for problem in found.problems}
         return
@@ -160,7 +160,7 @@ def test_the_final_folder_loads(method: str, ran: Callable[..., Ran], tmp_path: 
     found = finish(replace(one.run, output=tmp_path / "out"))
     assert found.whole, found.problems
     model, told = (
-        WAYS[method]
+        TRL_METHODS[method]
         .model_class(tmp_path / "out/final")
         .from_pretrained(tmp_path / "out/final", output_loading_info=True)
     )
@@ -243,7 +243,7 @@ def test_what_a_method_cannot_do_is_refused_before_the_launch(
     assert [problem.code for problem in found.problems] == [code]
 
 
-@pytest.mark.parametrize("name", EXPERIMENTAL)
+@pytest.mark.parametrize("name", EXPERIMENTAL_METHODS)
 def test_a_method_that_trl_calls_experimental_names_its_class(name: str) -> None:
     found = reshard("train", name, "--model", "m", "--data", "d", "-o", "o")
     assert found.code == 2 and "reshard guard -- accelerate launch script.py" in found.err, found
@@ -256,6 +256,6 @@ def test_a_method_that_trl_calls_experimental_names_its_class(name: str) -> None
 
 
 def test_a_method_is_one_entry_here_and_one_there() -> None:
-    assert set(WAYS) == set(METHODS)
-    for way in WAYS.values():
+    assert set(TRL_METHODS) == set(METHODS)
+    for way in TRL_METHODS.values():
         assert issubclass(way.config_class(), object) and way.trainer_class().__name__ == f"{way.name}Trainer"

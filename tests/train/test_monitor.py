@@ -16,10 +16,17 @@ from rich.console import Console
 
 from reshard.base.errors import ReshardError
 from reshard.training.run import Run
-from reshard.training.show import display, report, trackers
-from reshard.training.show.display import Display, evaluated, words
-from reshard.training.show.monitor import METRICS, History, Metrics, Tail, append, history_of
-from reshard.training.show.report import clock, short
+from reshard.training.show import html_report, progress_display, trackers
+from reshard.training.show.html_report import clock, short
+from reshard.training.show.metrics import (
+    METRICS_FILE,
+    History,
+    MetricsTail,
+    MetricsWriter,
+    append,
+    history_of,
+)
+from reshard.training.show.progress_display import ProgressDisplay, evaluated, words
 
 
 def run_in(folder: Path, **fields: Any) -> Run:
@@ -42,12 +49,12 @@ def steps(*numbers: int, begin: float = 0.0, each: float = 2.0, **metrics: Any) 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
     for rank in (0, 1):
-        Metrics(run_in(tmp_path), rank).begin(3)
+        MetricsWriter(run_in(tmp_path), rank).begin(3)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_rows_are_strict_json_whatever_was_measured(tmp_path: Path) -> None:
-    monitor = Metrics(run_in(tmp_path), 0)
+    monitor = MetricsWriter(run_in(tmp_path), 0)
     monitor.step(1, loss=math.nan, grad_norm=math.inf, learning_rate=np.float32(0.5), tokens=7)
 
     def refuse(constant: str) -> None:
@@ -70,7 +77,7 @@ def test_rows_are_strict_json_whatever_was_measured(tmp_path: Path) -> None:
 def test_a_line_that_is_not_finished_waits(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"event": "note", "text": "a"}\n{"event": "no')
-    tail = Tail(file)
+    tail = MetricsTail(file)
     assert [row["text"] for row in tail.rows()] == ["a"]
     assert list(tail.rows()) == []
     with file.open("a") as more:
@@ -79,7 +86,7 @@ def test_a_line_that_is_not_finished_waits(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_trained_again_have_one_row_and_a_reader_misses_none(tmp_path: Path) -> None:
-    metrics, tail = Metrics(run_in(tmp_path), 0), Tail(tmp_path / METRICS)
+    metrics, tail = MetricsWriter(run_in(tmp_path), 0), MetricsTail(tmp_path / METRICS_FILE)
     metrics.begin(4)
     for step in (1, 2, 3):
         metrics.step(step, loss=1.0)
@@ -87,13 +94,13 @@ def test_steps_that_are_trained_again_have_one_row_and_a_reader_misses_none(tmp_
     metrics.samples(3, [])
     metrics.saved(tmp_path / "checkpoint-2")
     seen = [*tail.rows()]
-    with (tmp_path / METRICS).open("a") as file:
+    with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"event": "step", "st')  # killed
-    Metrics(run_in(tmp_path), 0).begin(4, 2)
+    MetricsWriter(run_in(tmp_path), 0).begin(4, 2)
     metrics.step(3, loss=2.0)
     assert [(row["event"], row.get("step")) for row in tail.rows()] == [("begin", None), ("step", 3)]
     metrics.evaluated(3, eval_loss=2.0)
-    rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
     assert [row["loss"] for row in rows if row["event"] == "step"] == [1.0, 1.0, 2.0]
     assert [row["eval_loss"] for row in rows if row["event"] == "eval"] == [1.0, 1.0, 2.0]
     assert [row["event"] for row in rows].count("begin") == 2 and "samples" not in {
@@ -107,8 +114,8 @@ def test_rows_that_an_older_version_left_twice_are_dropped(tmp_path: Path) -> No
     for loss in (1.0, 2.0):
         append(tmp_path, {"event": "begin", "steps": 3, "done": 0})
         append(tmp_path, {"event": "step", "step": 1, "loss": loss})
-    Metrics(run_in(tmp_path), 0).begin(3, 1)
-    rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    MetricsWriter(run_in(tmp_path), 0).begin(3, 1)
+    rows = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
     assert [row["loss"] for row in rows if row["event"] == "step"] == [2.0]
 
 
@@ -127,7 +134,7 @@ def test_a_row_that_does_not_fit_on_the_disk_is_not_torn(tmp_path: Path) -> None
 
 def test_listeners_hear_what_is_written(tmp_path: Path) -> None:
     heard: list[dict[str, Any]] = []
-    Metrics(run_in(tmp_path), 0, [heard.append]).note("a")
+    MetricsWriter(run_in(tmp_path), 0, [heard.append]).note("a")
     assert [row["text"] for row in heard] == ["a"] and "time" in heard[0]
 
 
@@ -176,14 +183,14 @@ def test_each_method_shows_what_tells_how_it_goes(
     method: str, measured: dict[str, float], line: str, tmp_path: Path
 ) -> None:
     run = Run(method, tmp_path, tmp_path, tmp_path)
-    metrics = Metrics(run, 0)
+    metrics = MetricsWriter(run, 0)
     metrics.begin(4)
     metrics.step(1, **measured)
     history = history_of(tmp_path)
     assert words(history).removesuffix("  0:00:00 left") == f"step 1/4  {line}"
     row = {"event": "eval", "step": 1, **{f"eval_{name}": value for name, value in measured.items()}}
     assert evaluated(row, history.method) == f"after step 1  {line}"
-    begin = json.loads((tmp_path / METRICS).read_text().splitlines()[0])
+    begin = json.loads((tmp_path / METRICS_FILE).read_text().splitlines()[0])
     assert begin["headline"][0] in measured
 
 
@@ -192,12 +199,12 @@ def test_the_checkpoints_of_a_copied_run_are_in_the_copy(tmp_path: Path) -> None
     (run / "checkpoint-2").mkdir(parents=True)
     append(run, {"event": "saved", "checkpoint": str(run / "checkpoint-2")})
     shutil.copytree(run, copy)
-    assert f"<li>{copy / 'checkpoint-2'}</li>" in report.write(copy).read_text()
+    assert f"<li>{copy / 'checkpoint-2'}</li>" in html_report.write(copy).read_text()
 
 
 def shown(folder: Path, terminal: bool, quiet: bool = False) -> str:
     console = Console(file=StringIO(), force_terminal=terminal, width=120)
-    with Display(run_in(folder), console, quiet=quiet) as display:
+    with ProgressDisplay(run_in(folder), console, quiet=quiet) as display:
         for row in ({"event": "begin", "steps": 3, "time": 0.0}, *steps(1, 2, 3, loss=1.5)):
             display.add(row)
         display.add({"event": "saved", "checkpoint": "checkpoint-3"})
@@ -210,7 +217,7 @@ def test_a_log_gets_lines_now_and_then(tmp_path: Path, monkeypatch: pytest.Monke
         "step 3/3  loss 1.5000",
         "saved checkpoint-3",
     ]
-    monkeypatch.setattr(display, "PLAIN_EVERY", 0.0)
+    monkeypatch.setattr(progress_display, "PLAIN_SECONDS", 0.0)
     assert len(shown(tmp_path, terminal=False).splitlines()) == 5
 
 
@@ -223,7 +230,7 @@ def test_a_terminal_has_one_line_that_is_redrawn(tmp_path: Path) -> None:
 def test_the_line_is_no_wider_than_the_terminal(width: int, tmp_path: Path) -> None:
     row = steps(1, loss=1.25, learning_rate=1e-5, tokens=3000, memory=61e9)
     console = Console(file=StringIO(), force_terminal=True, color_system=None, width=width)
-    display = Display(run_in(tmp_path), console)
+    display = ProgressDisplay(run_in(tmp_path), console)
     display.history = told({"event": "begin", "steps": 100000, "done": 0, "time": 0.0}, *row)
     (line,) = console.render_lines(display._line(), pad=False)
     text = "".join(segment.text for segment in line)
@@ -245,7 +252,7 @@ def test_nothing_is_shown_where_it_is_quiet(tmp_path: Path) -> None:
 
 def test_a_report_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     console = Console(file=StringIO())
-    with Display(run_in(tmp_path / "gone"), console) as display:
+    with ProgressDisplay(run_in(tmp_path / "gone"), console) as display:
         display.add({"event": "begin", "steps": 2, "done": 0, "time": 1.0})
     assert console.file.getvalue() == "step 0/2\n"  # type: ignore[attr-defined]
 
@@ -258,7 +265,7 @@ def test_numbers_and_times_are_short() -> None:
 def test_a_tracker_that_is_not_there_is_refused_before_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "MODULES", {"tensorboard": ("no_such_module",), "wandb": ("json",)})
+    monkeypatch.setattr(trackers, "TRACKER_MODULES", {"tensorboard": ("no_such_module",), "wandb": ("json",)})
     with pytest.raises(ReshardError, match="tensorboard is not installed") as caught:
         trackers.check(run_in(tmp_path, options={"report_to": "tensorboard,wandb"}))
     assert len(caught.value.problems) == 1
@@ -277,7 +284,7 @@ def test_tensorboard_gets_every_number_of_a_step(tmp_path: Path) -> None:
         "tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard"
     )
     run = run_in(tmp_path, engine="megatron", options={"report_to": "tensorboard"})
-    monitor = Metrics(run, 0, trackers.listeners(run))
+    monitor = MetricsWriter(run, 0, trackers.listeners(run))
     monitor.begin(2)
     monitor.step(1, loss=2.0, learning_rate=0.5)
     monitor.step(2, loss=1.0)

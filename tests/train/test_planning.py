@@ -16,13 +16,13 @@ from bench.models import make
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.training import memory
-from reshard.training.engine import Batches
-from reshard.training.engines import engine_of
-from reshard.training.memory.activations import Widths
-from reshard.training.planning import gpus
-from reshard.training.planning.gpus import CARDS, Machine, card_of, machine_of, planned_for
-from reshard.training.planning.plans import Asked, plans_of
-from reshard.training.planning.speed import Traffic, Work, flops_of_token
+from reshard.training.engine import StepCounts
+from reshard.training.engine_registry import engine_of
+from reshard.training.memory.activations import LayerWidths
+from reshard.training.planning import gpu_models
+from reshard.training.planning.gpu_models import GPU_MODELS, PlannedMachine, card_of, machine_of, planned_for
+from reshard.training.planning.plans import PlannedRun, plans_of
+from reshard.training.planning.step_time import StepWork, Traffic, flops_of_token
 from reshard.training.preflight import preflight
 from reshard.training.run import Run
 from tests.commandline import reshard
@@ -59,8 +59,8 @@ def test_gpus_are_named_as_people_and_drivers_do(typed: str, memory: str | None,
     assert str(machine_of(typed, memory, 2)) == f"2 nodes with {expected}"
 
 
-@pytest.mark.parametrize("card", CARDS, ids=[card.name for card in CARDS])
-def test_every_card_is_found_by_its_name_and_by_no_other(card: gpus.Card) -> None:
+@pytest.mark.parametrize("card", GPU_MODELS, ids=[card.name for card in GPU_MODELS])
+def test_every_card_is_found_by_its_name_and_by_no_other(card: gpu_models.GpuModel) -> None:
     assert card_of(card.name) is card
 
 
@@ -95,13 +95,13 @@ def test_a_run_is_asked_about_as_if_it_were_there(qwen3_8b: Path) -> None:
     assert (old["bf16"], old["fp16"]) == (False, True)
 
 
-def asked(run: Run) -> Asked:
-    return Asked(run, 10_000, 1024, 1024)
+def asked(run: Run) -> PlannedRun:
+    return PlannedRun(run, 10_000, 1024, 1024)
 
 
 def test_what_fits_is_sorted_by_speed_and_takes_what_it_says(qwen3_8b: Path) -> None:
     run = run_on(qwen3_8b)
-    plans = plans_of(asked(run), Machine(H100, 8)).fitting
+    plans = plans_of(asked(run), PlannedMachine(H100, 8)).fitting
     speeds = [plan.tokens for plan in plans]
     assert speeds == sorted(speeds, reverse=True) and len(plans) > 3
     assert {plan.run.parallel for plan in plans} >= {"fsdp2", "tp"}
@@ -110,7 +110,7 @@ def test_what_fits_is_sorted_by_speed_and_takes_what_it_says(qwen3_8b: Path) -> 
     )
     for plan in plans:
         engine = engine_of(plan.run)
-        with planned_for(Machine(H100, 8).environment()):
+        with planned_for(PlannedMachine(H100, 8).environment()):
             batches = replace(engine.batches(plan.run, 8, 10_000), length=1024)
             taken = memory.estimate(plan.run, batches, engine.precision(plan.run), 8)
         assert plan.memory == taken and memory.fits(taken, H100.bytes)
@@ -119,27 +119,27 @@ def test_what_fits_is_sorted_by_speed_and_takes_what_it_says(qwen3_8b: Path) -> 
 @pytest.mark.parametrize("given", [{"lora": True}, {"parallel": "fsdp2"}])
 def test_the_run_as_it_was_asked_for_is_one_of_the_plans(given: dict[str, Any], qwen3_8b: Path) -> None:
     run = replace(run_on(qwen3_8b), **given)
-    found = {plan.flags: plan.run for plan in plans_of(asked(run), Machine(H100, 8)).fitting}
+    found = {plan.flags: plan.run for plan in plans_of(asked(run), PlannedMachine(H100, 8)).fitting}
     assert found[()] == run
 
 
 def test_ways_to_split_a_model_that_its_heads_do_not_allow_are_left_out(tiny: Callable[..., Path]) -> None:
-    plans = plans_of(asked(run_on(tiny("qwen3"))), Machine(H100, 8)).fitting
+    plans = plans_of(asked(run_on(tiny("qwen3"))), PlannedMachine(H100, 8)).fitting
     assert {plan.run.layout.tp for plan in plans} == {1, 2, 4}
 
 
 def test_tensor_parallelism_is_slower_where_it_leaves_the_node(qwen3_8b: Path) -> None:
     run = replace(run_on(qwen3_8b), parallel="tp", layout=Layout(tp=8))
     engine = engine_of(run)
-    with planned_for(Machine(H100, 8).environment()):
+    with planned_for(PlannedMachine(H100, 8).environment()):
         batches = engine.batches(run, 8, 10_000)
         work = engine.estimates.work(run, batches, engine.precision(run), 8)
-    assert work.seconds(Machine(H100, 4, 2)) > 1.5 * work.seconds(Machine(H100, 8))
+    assert work.seconds(PlannedMachine(H100, 4, 2)) > 1.5 * work.seconds(PlannedMachine(H100, 8))
 
 
 def test_the_layouts_of_megatron_are_compared(qwen3_8b: Path) -> None:
     run = run_on(qwen3_8b, engine="megatron", options={"train_iters": 10})
-    plans = plans_of(asked(run), Machine(H100, 8)).fitting
+    plans = plans_of(asked(run), PlannedMachine(H100, 8)).fitting
     layouts = {(plan.run.layout.tp, plan.run.layout.pp) for plan in plans}
     assert {(2, 1), (1, 2), (2, 2)} <= layouts
     pipelines = [plan.tokens for plan in plans if plan.run.layout.pp == 8]
@@ -147,28 +147,28 @@ def test_the_layouts_of_megatron_are_compared(qwen3_8b: Path) -> None:
 
 
 def test_where_nothing_fits_the_smallest_that_does_is_named(qwen3_8b: Path) -> None:
-    found = plans_of(asked(run_on(qwen3_8b)), Machine(card_of("4090"), 1))
+    found = plans_of(asked(run_on(qwen3_8b)), PlannedMachine(card_of("4090"), 1))
     assert found.fitting == () and found.problem is not None
     assert "× 4090" in found.problem.remedy or "nodes with" in found.problem.remedy
-    lora = plans_of(asked(run_on(qwen3_8b)), Machine(card_of("A6000"), 1)).problem
+    lora = plans_of(asked(run_on(qwen3_8b)), PlannedMachine(card_of("A6000"), 1)).problem
     assert lora is not None and lora.remedy.startswith("the smallest that fits: --lora on the same GPUs; or ")
     named = lora.remedy.split("; or ")[1]
     assert named.endswith("× A6000")
 
 
 def test_operations_of_a_token_are_two_for_each_weight() -> None:
-    widths = Widths.of(QWEN3_8B)
+    widths = LayerWidths.of(QWEN3_8B)
     weights = 8_190_735_360 - 151_936 * 4096  # all but the embedding, which is looked up
     assert flops_of_token(widths, 0) == pytest.approx(2 * weights, rel=1e-3)
 
 
 def test_a_step_waits_for_what_is_not_hidden() -> None:
-    machine = Machine(H100, 8)
+    machine = PlannedMachine(H100, 8)
     second = 989e12 / 2
-    assert Work(second).seconds(machine) == pytest.approx(1)
-    assert Work(second, hidden=(Traffic(450e9, 8),)).seconds(machine) == pytest.approx(1)
-    assert Work(second, waited=(Traffic(450e9 * 8 / 7, 8),)).seconds(machine) == pytest.approx(2)
-    assert Work(second, idle=0.5).seconds(machine) == pytest.approx(2)
+    assert StepWork(second).seconds(machine) == pytest.approx(1)
+    assert StepWork(second, hidden=(Traffic(450e9, 8),)).seconds(machine) == pytest.approx(1)
+    assert StepWork(second, waited=(Traffic(450e9 * 8 / 7, 8),)).seconds(machine) == pytest.approx(2)
+    assert StepWork(second, idle=0.5).seconds(machine) == pytest.approx(2)
     assert Traffic(1e9, 1).seconds(machine) == 0
 
 
@@ -222,4 +222,4 @@ def test_the_machine_at_hand_does_not_matter(qwen3_8b: Path, data: dict[str, Pat
     found = preflight(run, machine=machine_of("H100:8", None, 1))
     assert found.problems == [] and found.devices.startswith("8 × H100")
     assert json.loads(json.dumps(found.as_dict()))["plans"]["plans"]
-    assert isinstance(found.batches, Batches) and found.batches.replicas == 8
+    assert isinstance(found.batches, StepCounts) and found.batches.replicas == 8

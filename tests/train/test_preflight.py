@@ -14,12 +14,12 @@ import yaml
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
-from reshard.guard.end.complete import RECORD, note_files
+from reshard.guard.end.completeness import RUN_RECORD, note_files
 from reshard.training.data.mix import mix_of, read_mix
-from reshard.training.outputs import clear
+from reshard.training.output_folder import clear
 from reshard.training.preconditions import config_problems
 from reshard.training.preflight import preflight
-from reshard.training.run import Ranks, Run
+from reshard.training.run import Run, RunProcesses
 from tests.train.conftest import chats, preferences, write_lines
 from tests.train.preflights import NOWHERE, gpus, messages, the
 
@@ -40,7 +40,7 @@ def test_a_run_that_is_in_order_is_told_what_it_will_do(run: Run) -> None:
     assert again == found.room.needed.step["activations"] < kept < found.room.by_length[2 * longest][0]
     assert f"{2 * longest} tokens" in rows["lengths"] and "recomputed" in rows["lengths"]
     assert {"run.json", "checkpoint-24/", "final/"} <= set(found.files)
-    assert "reshard.training.worker" in found.command and found.command[-1] == str(run.output / RECORD)
+    assert "reshard.training.worker" in found.command and found.command[-1] == str(run.output / RUN_RECORD)
 
 
 def test_an_engine_that_has_not_run_on_a_gpu_says_so(run: Run) -> None:
@@ -53,8 +53,8 @@ def test_an_engine_that_has_not_run_on_a_gpu_says_so(run: Run) -> None:
     [
         ("dpo", {}),
         ("grpo", {"reward": ("tests.train.test_preflight:reward",)}),
-        ("sft", {"lora": True, "parallel": "fsdp2", "ranks": Ranks(nproc=2)}),
-        ("sft", {"engine": "megatron", "layout": Layout(tp=2, pp=2), "ranks": Ranks(nproc=4)}),
+        ("sft", {"lora": True, "parallel": "fsdp2", "ranks": RunProcesses(nproc=2)}),
+        ("sft", {"engine": "megatron", "layout": Layout(tp=2, pp=2), "ranks": RunProcesses(nproc=4)}),
     ],
 )
 def test_every_method_and_engine_is_told_as_json(
@@ -87,7 +87,7 @@ def test_all_that_is_wrong_is_said_at_once(run: Run, tmp_path: Path) -> None:
     bad = write_lines(tmp_path / "bad.jsonl", [*chats(), {"messages": []}])
     run.output.mkdir()
     (run.output / "notes.txt").write_text("mine")
-    wrong = replace(run, data=bad, options={"learning_rat": "1"}, ranks=Ranks(nproc=4))
+    wrong = replace(run, data=bad, options={"learning_rat": "1"}, ranks=RunProcesses(nproc=4))
     (wrong.model / "tokenizer.json").unlink()
     found = preflight(wrong, environment=gpus(2))
     text = "\n".join(map(str, found.problems))
@@ -170,7 +170,7 @@ def resumed_from_another(run: Run) -> Run:
     checkpoint = run.output / "checkpoint-2"
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer_state.json").write_text("{}")
-    (checkpoint / RECORD).write_text(json.dumps(replace(run, lora=True).as_dict()))
+    (checkpoint / RUN_RECORD).write_text(json.dumps(replace(run, lora=True).as_dict()))
     return replace(run, resume=True)
 
 
@@ -225,7 +225,7 @@ def test_resuming_goes_on_with_the_same_data(run: Run, tmp_path: Path) -> None:
     checkpoint = run.output / "checkpoint-2"
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer_state.json").write_text("{}")
-    (checkpoint / RECORD).write_text(json.dumps({**run.as_dict(), "data_digest": "of other data"}))
+    (checkpoint / RUN_RECORD).write_text(json.dumps({**run.as_dict(), "data_digest": "of other data"}))
     found = preflight(replace(run, resume=True), environment=NOWHERE)
     assert found.problems == []
     assert messages(found.warnings) == ["the data have changed since the run began"]
@@ -290,7 +290,7 @@ def test_an_output_that_cannot_be_made_or_must_not_be_removed_is_refused(run: Ru
     assert messages(foreign.problems) == ["the output folder contains files that no run wrote"]
     before = run.output / "final"
     shutil.copytree(run.model, before)
-    (run.output / RECORD).write_text(json.dumps(run.as_dict()))
+    (run.output / RUN_RECORD).write_text(json.dumps(run.as_dict()))
     again = replace(run, model=before)
     assert messages(preflight(again, overwrite=True, environment=NOWHERE).problems) == [
         "--overwrite would remove the model of this run"
@@ -302,6 +302,6 @@ def test_an_output_that_cannot_be_made_or_must_not_be_removed_is_refused(run: Ru
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(cp=2), Layout(tp=2, pp=2)])
 def test_parallelism_that_trl_lacks_is_refused_once_on_any_number_of_ranks(layout: Layout, run: Run) -> None:
-    for ranks in (Ranks(), Ranks(nproc=4)):
+    for ranks in (RunProcesses(), RunProcesses(nproc=4)):
         plan = replace(run, layout=layout, parallel="tp" if layout.tp > 1 else "ddp", ranks=ranks)
         the("no pipeline or context parallelism", preflight(plan, environment=NOWHERE).problems)

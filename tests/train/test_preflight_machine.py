@@ -15,20 +15,20 @@ import pytest
 from bench.models import make
 from reshard.algebra.layout import Layout
 from reshard.base.missing_packages import install_command
-from reshard.diagnosis.targets.environment import Environment
+from reshard.diagnosis.targets.environments import Environment
 from reshard.training import preconditions
-from reshard.training.engines import engine_of
-from reshard.training.findings import lacking
-from reshard.training.megatron import looks
-from reshard.training.outlook import Preflight
+from reshard.training.engine_registry import engine_of
+from reshard.training.findings_as_problems import lacking
+from reshard.training.megatron import checks
 from reshard.training.preflight import preflight
-from reshard.training.run import Ranks, Run
+from reshard.training.preflight_report import Preflight
+from reshard.training.run import Run, RunProcesses
 from tests.train.preflights import NOWHERE, gpus, messages, the
 from tests.train.test_memory import QWEN3_8B
 
 AS_BF16 = {"options": {"bf16": True, "use_cpu": False}}
-IN_STAGES = {"engine": "megatron", "layout": Layout(pp=3), "ranks": Ranks(nproc=3)}
-OVER_THREE = {"engine": "megatron", "layout": Layout(tp=3), "ranks": Ranks(nproc=3)}
+IN_STAGES = {"engine": "megatron", "layout": Layout(pp=3), "ranks": RunProcesses(nproc=3)}
+OVER_THREE = {"engine": "megatron", "layout": Layout(tp=3), "ranks": RunProcesses(nproc=3)}
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,14 @@ def test_an_old_megatron_core_cannot_share_query_groups(tiny: Callable[..., Path
     groups = replace(run, model=tiny("qwen3", num_key_value_heads=2), engine="megatron")
     shared = replace(groups, layout=Layout(tp=4))
     old = {"megatron-core": "0.15.3"}
-    (problem,) = looks.model(shared, old)
+    (problem,) = checks.model(shared, old)
     assert (problem.message, problem.found) == (
         "reshard does not train with this version of megatron-core",
         "0.15.3",
     )
     assert problem.rule == "--tp 4 is larger than the 2 query groups"
     assert problem.remedy == "pip install --no-deps 'megatron-core>=0.16'"
-    assert list(looks.model(shared)) == list(looks.model(replace(groups, layout=Layout(tp=2)), old)) == []
+    assert list(checks.model(shared)) == list(checks.model(replace(groups, layout=Layout(tp=2)), old)) == []
 
 
 def test_processes_are_those_of_the_launcher_that_is_there(run: Run) -> None:
@@ -139,7 +139,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_plan_that_does(
 ) -> None:
     monkeypatch.setattr(preconditions.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 50))
     options = {"bf16": "true", "use_cpu": "false", "max_length": 1024}
-    ddp = replace(run, model=qwen3_8b, options=options, ranks=Ranks(nproc=8))
+    ddp = replace(run, model=qwen3_8b, options=options, ranks=RunProcesses(nproc=8))
     found, seconds = looked_at(ddp, gpus(8))
     problem = the("does not fit into memory", found.problems)
     assert messages(found.problems) == [problem.message]
@@ -152,7 +152,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_plan_that_does(
 
 
 def test_layers_that_do_not_divide_are_told_in_flags_that_there_are(run: Run) -> None:
-    wrong = replace(run, engine="megatron", layout=Layout(pp=3), ranks=Ranks(nproc=3))
+    wrong = replace(run, engine="megatron", layout=Layout(pp=3), ranks=RunProcesses(nproc=3))
     problem = the(
         "cannot be divided among the pipeline stages", preflight(wrong, environment=NOWHERE).problems
     )

@@ -16,7 +16,7 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.training import trl
 from reshard.training.run import Run
-from reshard.training.trl import memory, quantized
+from reshard.training.trl import memory_estimate, quantized
 from tests.environments import python
 from tests.train.test_lora_relatives import TARGETS, finished
 from tests.train.trl_plans import EVALUATED, run_of
@@ -56,7 +56,7 @@ def test_the_package_is_needed_by_those_that_ask_for_it_alone(tmp_path: Path) ->
 def test_memory_counts_the_bits_of_linear_layers(tiny: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny("qwen3")
     run = Run("sft", model, tmp_path, tmp_path, lora=True)
-    sizes = memory.sizes_of(run, trl.ENGINE.options(run))
+    sizes = memory_estimate.sizes_of(run, trl.ENGINE.options(run))
     assert 0 < sizes.linear < sizes.frozen
     assert quantized.saved({}, 4) == 0
     assert quantized.saved({"load_in_8bit": True}, 2) == 1

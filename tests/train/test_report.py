@@ -17,11 +17,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from reshard.pages.writing import charts_script
+from reshard.pages.page_files import charts_script
 from reshard.training.run import Run
-from reshard.training.show import report
-from reshard.training.show.monitor import History, Metrics, append
-from reshard.training.show.series import COLUMNS, Series, chart, means, thinned
+from reshard.training.show import html_report
+from reshard.training.show.chart_series import CHART_COLUMNS, ChartSeries, chart, means, thinned
+from reshard.training.show.metrics import History, MetricsWriter, append
 from tests.commandline import reshard
 
 RECORD = {
@@ -112,12 +112,12 @@ def titles(page: str) -> list[str]:
     return re.findall(r'<section class="chart[^>]*>\s*<h2>(.*?)(?: <span|</h2>)', page)
 
 
-def shown(found: History, record: dict[str, Any] | None = None, name: str = "out") -> report.Shown:
-    return report.Shown(name, RECORD if record is None else record, found)
+def shown(found: History, record: dict[str, Any] | None = None, name: str = "out") -> html_report.ShownRun:
+    return html_report.ShownRun(name, RECORD if record is None else record, found)
 
 
 def page_of(found: History, record: dict[str, Any] | None = None) -> str:
-    return report.page([shown(found, record)])
+    return html_report.page([shown(found, record)])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 150])
@@ -140,7 +140,7 @@ def test_what_the_record_says_is_text_and_not_code() -> None:
     assert "<img" not in page and page.count("</script>") == 2
     for text in ("sft · Qwen3-8B", "layout.kind", "2.13.0", "plan.world size", "last update"):
         assert text in page
-    names = report.page([shown(history(1), name="</script><b>"), shown(history(1))])
+    names = html_report.page([shown(history(1), name="</script><b>"), shown(history(1))])
     assert names.count("</script>") == 2 and "<b>" not in names.split("<main")[1].split("Configuration")[0]
 
 
@@ -207,7 +207,7 @@ def test_an_attempt_that_goes_on_forgets_how_the_one_before_ended() -> None:
 
 
 def test_answers_of_the_last_step_are_shown_and_earlier_ones_folded(tmp_path: Path) -> None:
-    metrics = Metrics(Run("grpo", tmp_path, tmp_path, tmp_path), 0)
+    metrics = MetricsWriter(Run("grpo", tmp_path, tmp_path, tmp_path), 0)
     metrics.begin(9)
     for step in range(1, 10):
         metrics.step(step, reward=1.0)
@@ -215,7 +215,7 @@ def test_answers_of_the_last_step_are_shown_and_earlier_ones_folded(tmp_path: Pa
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     kept = [row["samples"] for row in rows if row["event"] == "samples"]
     assert len(kept) == 9 and all(len(each) == 4 and len(each[0]["completion"]) < 2100 for each in kept)
-    page = report.write(tmp_path).read_text()
+    page = html_report.write(tmp_path).read_text()
     steps = re.findall(r"<h3>Step (\d+)</h3>", page)
     assert steps[0] == "9" and "1" in steps and len(steps) == 4
     assert page.index("answer 9") < page.index("Earlier steps") < page.index("answer 1 ")
@@ -224,10 +224,10 @@ def test_answers_of_the_last_step_are_shown_and_earlier_ones_folded(tmp_path: Pa
 
 def test_what_is_no_number_breaks_the_line_and_is_marked() -> None:
     points = [(1, 3.0), (2, 2.0), (3, math.nan), (4, math.inf), (50, 1.0), (51, 1.5)]
-    found = chart("loss", [Series(points)])["content"]
+    found = chart("loss", [ChartSeries(points)])["content"]
     assert found["runs"][0]["points"] == [(1, 3.0), (2, 2.0), (3, None), (4, None), (50, 1.0), (51, 1.5)]
     assert found["broken"] == [3, 4] and found["positive"]
-    everywhere = chart("loss", [Series([(step, math.nan) for step in range(5000)])])["content"]
+    everywhere = chart("loss", [ChartSeries([(step, math.nan) for step in range(5000)])])["content"]
     assert 200 < len(everywhere["broken"]) <= 400 and not everywhere["positive"]
     assert plots(page_of(history(1, loss="nan")))[0]["broken"] == [1]
 
@@ -235,7 +235,7 @@ def test_what_is_no_number_breaks_the_line_and_is_marked() -> None:
 @pytest.mark.skipif(which("node") is None, reason="node draws the charts")
 def test_charts_are_drawn_on_both_scales_without_a_browser(tmp_path: Path) -> None:
     measured = [(1, 1e-6), (2, 1e-3), (3, 0.0), (4, math.nan), (5, 1.0), (6, 10.0)]
-    found = chart("loss", [Series(measured, [(6, 2.0)])])["content"]
+    found = chart("loss", [ChartSeries(measured, [(6, 2.0)])])["content"]
     script = (files("reshard.training.show") / "page" / "page.js").read_text()
     functions = script[script.index("function lines") : script.index("function draw")]
     (tmp_path / "charts.js").write_text(charts_script())
@@ -251,7 +251,7 @@ def test_charts_are_drawn_on_both_scales_without_a_browser(tmp_path: Path) -> No
 def test_means_are_drawn_over_what_jumps() -> None:
     points = [(step, float(step % 2)) for step in range(40)]
     jumping, steady = (
-        chart("x", [Series(points)], noisy=noisy)["content"]["runs"][0] for noisy in (True, False)
+        chart("x", [ChartSeries(points)], noisy=noisy)["content"]["runs"][0] for noisy in (True, False)
     )
     assert jumping["means"][-1] == (39, pytest.approx(0.6)) and steady["means"] == []
 
@@ -261,7 +261,7 @@ def test_many_points_become_few_and_no_extreme_is_lost() -> None:
     points = [(step, random.gauss(1, 0.1)) for step in range(100_000)]
     points[54_321], points[77_777], points[10] = (54_321, 40.0), (77_777, -3.0), (10, math.nan)
     kept = list(thinned(points))
-    assert len(kept) <= 4 * COLUMNS + 1
+    assert len(kept) <= 4 * CHART_COLUMNS + 1
     assert {points[0], points[-1], points[54_321], points[77_777]} <= set(kept)
     assert any(math.isnan(value) for _, value in kept)
     assert [step for step, _ in kept] == sorted(step for step, _ in kept)
@@ -278,7 +278,7 @@ def test_checks_are_told_and_stay(tmp_path: Path) -> None:
     append(tmp_path, {"event": "begin", "steps": 1})
     checks = [("bits", "equal", True), ("template", "lost", False)]
     append(tmp_path, {"event": "end", "outcome": "failed", "checks": checks})
-    page = report.write(tmp_path).read_text()
+    page = html_report.write(tmp_path).read_text()
     assert page.count('class="right"') == 1 and page.count('class="wrong"') == 1
 
 
@@ -286,7 +286,7 @@ def test_the_report_of_an_output_is_written_whole(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(RECORD))
     append(tmp_path, {"event": "begin", "steps": 1})
     append(tmp_path, {"event": "step", "step": 1, "loss": 2.0})
-    path = report.write(tmp_path)
+    path = html_report.write(tmp_path)
     assert path == tmp_path / "report.html" and titles(path.read_text()) == ["loss"]
     assert {file.name for file in tmp_path.iterdir()} == {"run.json", "metrics.jsonl", "report.html"}
 
@@ -376,7 +376,7 @@ def test_what_differs_between_machines_is_no_setting(runs: list[Path], tmp_path:
 
 
 def test_numbers_of_any_size_are_short() -> None:
-    assert [report._number(value) for value in (0.25, 12_300, 4.1e9, 8.33e29)] == [
+    assert [html_report._number(value) for value in (0.25, 12_300, 4.1e9, 8.33e29)] == [
         "0.25",
         "12.3k",
         "4.1G",

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.training.names import renamed
-from reshard.training.request import check, run_of, words
+from reshard.training.option_names import renamed
 from reshard.training.run import Run
+from reshard.training.run_request import check, run_of, words
 
 
 def given(tmp_path: Path, **flags: Any) -> dict[str, Any]:

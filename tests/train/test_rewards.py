@@ -11,11 +11,11 @@ import pytest
 
 from reshard.base.errors import ReshardError
 from reshard.training import trl
-from reshard.training.launching.provenance import words_of
-from reshard.training.request import run_of as asked
-from reshard.training.rewards import named
+from reshard.training.launching.run_record import words_of
+from reshard.training.rewards import named_rewards
 from reshard.training.run import Run
-from reshard.training.trl.arguments import arguments_of
+from reshard.training.run_request import run_of as asked
+from reshard.training.trl.trainer_arguments import arguments_of
 from tests.train.test_trl_options import FOLDER, loaded, run_of
 from tests.train.trl_plans import run_of as run_on
 from tests.train.trl_runs import train
@@ -30,10 +30,10 @@ def _where_rewards_lie(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reward_is_named_by_module_or_file_with_a_weight() -> None:
-    by_file, by_module = map(named, BOTH)
+    by_file, by_module = map(named_rewards, BOTH)
     assert (by_file.file, by_file.function, by_file.weight) == (Path("rewards.py"), "variety", 0.75)
     assert (by_module.file, by_module.in_file, by_module.weight) == (Path("rewards.py"), False, 0.25)
-    assert named("a.b:c").file == Path("a/b.py") and named("a.b:c").weight is None
+    assert named_rewards("a.b:c").file == Path("a/b.py") and named_rewards("a.b:c").weight is None
 
 
 def test_the_weights_reach_trl() -> None:

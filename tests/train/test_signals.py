@@ -19,12 +19,12 @@ from rich.console import Console
 
 from reshard.training import signals
 from reshard.training.launching import launch
-from reshard.training.launching.ending import Screen
-from reshard.training.launching.provenance import words_of
-from reshard.training.request import run_of
-from reshard.training.run import Ranks, Run
-from reshard.training.show.display import Display
-from reshard.training.show.monitor import METRICS, Tail, append, history_of
+from reshard.training.launching.end_of_run import RunScreen
+from reshard.training.launching.run_record import words_of
+from reshard.training.run import Run, RunProcesses
+from reshard.training.run_request import run_of
+from reshard.training.show.metrics import METRICS_FILE, MetricsTail, append, history_of
+from reshard.training.show.progress_display import ProgressDisplay
 from tests.train.launches import LAUNCHER, REPOSITORY, TORCHRUN, begin, is_alive, pids, start, until
 
 Make = Callable[..., Run]
@@ -71,7 +71,9 @@ def test_a_signal_right_after_the_start_gives_the_ranks_all_their_time(make_run:
     """torchrun, which is asked before the start, would kill them after 30 seconds."""
     run = make_run(save_on_signal=77)
     run.output.mkdir()
-    ranks = launch._Ranks(run, Display(run, Console(), quiet=True), Tail(run.output / METRICS))
+    ranks = launch._Ranks(
+        run, ProgressDisplay(run, Console(), quiet=True), MetricsTail(run.output / METRICS_FILE)
+    )
     with subprocess.Popen(["sleep", "60"]) as process:
         append(run.output, {"event": "begin", "steps": 3, "done": 0})
         assert ranks.ask_to_end(signal.SIGTERM, process) == 77
@@ -102,7 +104,7 @@ def test_a_signal_to_torchrun_saves_the_step(make_run: Make) -> None:
 
 @pytest.mark.slow
 def test_a_signal_to_every_task_of_slurm_saves_the_step(make_run: Make) -> None:
-    run = make_run(ranks=Ranks(), **GOING)
+    run = make_run(ranks=RunProcesses(), **GOING)
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "127.0.0.1"}
     place = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1"))
@@ -154,7 +156,7 @@ def test_scancel_to_the_tasks_of_srun_saves_the_step(
         or subprocess.run(["srun", "-n2", "true"], capture_output=True).returncode
     ):
         pytest.skip("a cluster is needed: apt-get install slurmctld slurmd slurm-client munge; srun -n2 true")
-    run = make_run(**{**GOING, "seconds": 0.2}, ranks=Ranks())
+    run = make_run(**{**GOING, "seconds": 0.2}, ranks=RunProcesses())
     run.output.mkdir()
     record = tmp_path / "asked.json"
     record.write_text(json.dumps(run.as_dict()))
@@ -192,8 +194,8 @@ def test_ranks_end_with_a_launcher_that_is_killed(make_run: Make) -> None:
 
 
 def test_torchrun_starts_failed_ranks_again_from_the_last_checkpoint(make_run: Make) -> None:
-    run = make_run(ranks=Ranks(nproc=2, max_restarts=1), steps=4, fail="raise", at=3, times=1)
-    assert launch.launch(run, screen=Screen(quiet=True)) == 0
+    run = make_run(ranks=RunProcesses(nproc=2, max_restarts=1), steps=4, fail="raise", at=3, times=1)
+    assert launch.launch(run, screen=RunScreen(quiet=True)) == 0
     rows = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
     assert [row["done"] for row in rows if row["event"] == "begin"] == [0, 2]
     assert [row["step"] for row in rows if row["event"] == "step"] == [1, 2, 3, 4]
@@ -202,15 +204,15 @@ def test_torchrun_starts_failed_ranks_again_from_the_last_checkpoint(make_run: M
 
 @pytest.mark.slow
 def test_what_ranks_refuse_they_are_not_asked_again(make_run: Make) -> None:
-    run = make_run(ranks=Ranks(nproc=2, max_restarts=2), fail="refuse", at=1)
+    run = make_run(ranks=RunProcesses(nproc=2, max_restarts=2), fail="refuse", at=1)
     with pytest.raises(Exception, match="the plan does not hold"):
-        launch.launch(run, screen=Screen(quiet=True))
+        launch.launch(run, screen=RunScreen(quiet=True))
     assert (run.output / "train.log").read_text().count("rank 0 of 2 is there") == 1
 
 
 def test_what_is_said_of_signals_is_said_again(make_run: Make, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    run = make_run(ranks=Ranks(nproc=2, max_restarts=3), save_on_signal=25)
+    run = make_run(ranks=RunProcesses(nproc=2, max_restarts=3), save_on_signal=25)
     words = words_of(run)
     flags = {name: getattr(run, name) for name in ("model", "data", "output")}
     assert run_of("sft", flags, words[9:]) == run

@@ -15,10 +15,10 @@ import pytest
 
 from reshard import train as train_from_python
 from reshard.base.missing_packages import install_command
-from reshard.guard.supervise.lifetime import children
-from reshard.training.launching import slurm
+from reshard.guard.supervise.child_processes import children
+from reshard.training.launching import slurm_job
 from reshard.training.run import Run
-from reshard.training.show.monitor import history_of
+from reshard.training.show.metrics import history_of
 from tests.commandline import Result, reshard
 from tests.train.launches import until
 
@@ -92,21 +92,21 @@ def test_python_submits_the_same_job(queue: Path, words: list[object], tmp_path:
 def test_a_job_names_its_node_and_the_first(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, _ = slurm.submission_of(make_run(), "cluster=local")
+    run, _ = slurm_job.submission_of(make_run(), "cluster=local")
     place = {"SLURM_JOB_ID": "4217", "SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_PROCID": "1"}
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     for name, value in {**place, "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_NTASKS": "2"}.items():
         monkeypatch.setenv(name, value)
-    run = slurm.replace(run, ranks=slurm.replace(run.ranks, nnodes=2))
-    said = " ".join(slurm.Job(run).words(saved=True))
+    run = slurm_job.replace(run, ranks=slurm_job.replace(run.ranks, nnodes=2))
+    said = " ".join(slurm_job.SlurmJob(run).words(saved=True))
     assert "--nnodes 2 --node-rank 1 --rendezvous gpu07:24217" in said and "--resume" not in said
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # after a preemption that Slurm itself has answered
-    assert slurm.Job(run).words(saved=True)[-1] == "--resume"
-    assert slurm.Job(run).words(saved=False)[-1] == "--overwrite", "no step was saved"
+    assert slurm_job.SlurmJob(run).words(saved=True)[-1] == "--resume"
+    assert slurm_job.SlurmJob(run).words(saved=False)[-1] == "--overwrite", "no step was saved"
 
 
 def test_nodes_without_gpus_take_any_number_of_processes(make_run: Callable[..., Run]) -> None:
-    run, _ = slurm.submission_of(make_run(), "cluster=local,gpus_per_node=0")
+    run, _ = slurm_job.submission_of(make_run(), "cluster=local,gpus_per_node=0")
     assert run.ranks.nproc == 2
 
 
@@ -142,7 +142,7 @@ def test_a_job_that_is_wrong_is_not_submitted(words: list[object], tmp_path: Pat
 def test_without_submitit_it_says_how_to_install_it(
     words: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "find_spec", lambda name: None)
+    monkeypatch.setattr(slurm_job, "find_spec", lambda name: None)
     result = train(words, "--slurm", "partition=gpu")
     assert result.code == 2 and install_command("submitit") in result.err
 

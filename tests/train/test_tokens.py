@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.training import engines
-from reshard.training.data import read_records, store
-from reshard.training.data.pretokenized import IGNORED
-from reshard.training.data.store import folder_of, open_tokens, tokenize
-from reshard.training.data.tokens import Learning, load_tokenizer, samples
+from reshard.training import engine_registry
+from reshard.training.data import read_records, token_files
+from reshard.training.data.pretokenized import IGNORED_LABEL
+from reshard.training.data.token_files import folder_of, open_tokens, tokenize
+from reshard.training.data.tokens import LossCoverage, load_tokenizer, samples
 from reshard.training.run import Run
-from reshard.training.trl.rows import rows_of
+from reshard.training.trl.run_data import rows_of
 from tests.train.conftest import chats, write_lines
 from tests.train.megatron import Seen
 
 Tiny = Callable[..., Path]
-ASSISTANT = Learning(assistant_only=True)
+ASSISTANT = LossCoverage(assistant_only=True)
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
@@ -106,7 +106,7 @@ def test_behind_a_prompt_of_messages_the_assistants_turns_are_learned(tokenizer:
     row = {"prompt": TALK[:3], "completion": TALK[3:]}
     for learning, text in {
         ASSISTANT: "Three.<|im_end|>\nFour.<|im_end|>\n",
-        Learning(): None,
+        LossCoverage(): None,
     }.items():
         (sample,) = samples(row, plain, learning)
         learned = plain.decode([token for token, own in zip(*sample, strict=True) if own])
@@ -121,9 +121,9 @@ def run(tiny: Tiny, tmp_path: Path) -> Run:
 
 def test_both_engines_train_on_the_same_tokens(run: Run, tokenizer: Any) -> None:
     from reshard.training.megatron.options import read
-    from reshard.training.megatron.rows import INPUTS, LABELS, make_rows
+    from reshard.training.megatron.packed_rows import INPUTS, LABELS, make_rows
 
-    options = engines.engine_of(run).options(run)
+    options = engine_registry.engine_of(run).options(run)
     with rows_of(run, options, tokenizer, Seen()) as data:
         theirs = [(row["input_ids"], row["labels"]) for row in data.train]
     megatron = replace(run, engine="megatron", options={"seq_length": 512, "pack": False})
@@ -132,8 +132,8 @@ def test_both_engines_train_on_the_same_tokens(run: Run, tokenizer: Any) -> None
     for row, (ids, labels) in zip(rows, theirs, strict=True):
         count = len(ids) - 1
         assert row[INPUTS, :count].tolist() == ids[:-1]
-        assert row[LABELS].tolist() == [*labels[1:], *[IGNORED] * (512 - count)]
-        assert labels[0] == IGNORED and set(labels) != {IGNORED}
+        assert row[LABELS].tolist() == [*labels[1:], *[IGNORED_LABEL] * (512 - count)]
+        assert labels[0] == IGNORED_LABEL and set(labels) != {IGNORED_LABEL}
     assert not list(run.output.glob(".data-*"))
 
 
@@ -147,7 +147,7 @@ def test_tokens_of_before_are_found_and_those_of_other_data_or_options_are_not(
     assert (first.found, again.found, again.files) == (0, 1, first.files)
     assert "found in" in again.in_words(folder) and "--no-token-cache" in first.in_words(folder)
     others = {
-        tokenize(run, tokenizer, Learning(), folder).files,
+        tokenize(run, tokenizer, LossCoverage(), folder).files,
         tokenize(replace(run, system="Be brief."), tokenizer, ASSISTANT, folder).files,
         tokenize(run, with_template(tokenizer, "qwen2_5"), ASSISTANT, folder).files,
     }
@@ -186,7 +186,7 @@ def test_data_that_change_while_they_are_read_are_refused(
         path.write_text(path.read_text() + json.dumps({"messages": TALK}) + "\n")
         return read_records(*given, **named)
 
-    monkeypatch.setattr(store, "read_records", written_to)
+    monkeypatch.setattr(token_files, "read_records", written_to)
     with pytest.raises(ReshardError, match="changed while they were read"):
         tokenize(run, tokenizer, ASSISTANT, run.output / "cache")
     assert not list((run.output / "cache").iterdir())
@@ -195,14 +195,14 @@ def test_data_that_change_while_they_are_read_are_refused(
 WRITER = """
 import sys
 from pathlib import Path
-from reshard.training.data import read_records, store
-from reshard.training.data.store import tokenize
-from reshard.training.data.tokens import Learning, load_tokenizer
+from reshard.training.data import read_records
+from reshard.training.data.token_files import tokenize
+from reshard.training.data.tokens import LossCoverage, load_tokenizer
 from reshard.training.run import Run
 
 run = Run.read(Path(sys.argv[1]))
 sys.stdin.read(1)
-found = tokenize(run, load_tokenizer(run.model), Learning(True), run.output / "cache")
+found = tokenize(run, load_tokenizer(run.model), LossCoverage(True), run.output / "cache")
 import resource
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
 """
@@ -257,7 +257,7 @@ def test_tokens_are_read_by_their_number_through_all_files(run: Run, tokenizer: 
         (expected,) = samples(texts[number], tokenizer)
         assert found[7 + number].ids.tolist() == expected.ids
         assert np.all(found[7 + number].learned)
-    code = f"from reshard.training.data.store import open_tokens, Path; open_tokens(Path({str(files[0])!r}))"
+    code = f"from reshard.training.data.token_files import open_tokens, Path; open_tokens(Path({str(files[0])!r}))"
     asked = f"{code}; import sys; assert 'pyarrow' in sys.modules and 'pandas' not in sys.modules"
     subprocess.run([sys.executable, "-c", asked], check=True)
 
@@ -283,7 +283,7 @@ def test_the_loss_of_packed_samples_is_that_of_samples_alone(
     losses = {}
     for attention in ("sdpa", "eager"):
         model = AutoModelForCausalLM.from_pretrained(run.model, attn_implementation=attention)
-        with rows_of(run, engines.engine_of(run).options(run), tokenizer, Seen()) as data:
+        with rows_of(run, engine_registry.engine_of(run).options(run), tokenizer, Seen()) as data:
             for packing in (False, True):
                 settings = SFTConfig(
                     str(tmp_path / "trl"),
@@ -309,7 +309,7 @@ def test_the_loss_of_packed_samples_is_that_of_samples_alone(
 def test_packing_is_refused_for_models_that_carry_a_state_through_a_sequence(run: Run) -> None:
     from transformers import MambaConfig, MambaForCausalLM
 
-    from reshard.training.trl.training import check_packing
+    from reshard.training.trl.rank_training import check_packing
 
     model = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=2))
     with pytest.raises(ReshardError, match="would see each other in this model"):

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.supervise.lifetime import children
+from reshard.guard.supervise.child_processes import children
 from reshard.training.launching import launch
-from reshard.training.launching.ending import Screen
-from reshard.training.run import Ranks, Run
+from reshard.training.launching.end_of_run import RunScreen
+from reshard.training.run import Run, RunProcesses
 from tests.train.launches import REPOSITORY, is_alive, pids, start, until
 
 Make = Callable[..., Run]
@@ -24,7 +24,7 @@ import signal, sys
 from pathlib import Path
 from reshard.training.launching import launch
 from reshard.training.run import Run
-launch.WORKER = "tests.train.ranks"
+launch.WORKER_MODULE = "tests.train.ranks"
 with launch.ahead(Run.read(Path(sys.argv[1]))) as started:
     print(started.process.pid, flush=True)
     signal.pause()
@@ -38,7 +38,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_run_that_is_refused_leaves_nothing_behind(nproc: int, make_run: Make, tmp_path: Path) -> None:
-    run = make_run(ranks=Ranks(nproc=nproc))
+    run = make_run(ranks=RunProcesses(nproc=nproc))
     started = launch.ahead(run)
     assert started and leftovers(tmp_path)
     with started:
@@ -59,7 +59,7 @@ def test_a_launcher_that_ends_while_it_looks_leaves_nothing_behind(
     sent: signal.Signals, make_run: Make, tmp_path: Path
 ) -> None:
     record = tmp_path / "asked.json"
-    record.write_text(json.dumps(make_run(ranks=Ranks(nproc=1)).as_dict()))
+    record.write_text(json.dumps(make_run(ranks=RunProcesses(nproc=1)).as_dict()))
     words = [sys.executable, "-c", LOOKING, str(record)]
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=REPOSITORY
@@ -76,7 +76,7 @@ def test_a_launcher_that_ends_while_it_looks_leaves_nothing_behind(
 def test_a_single_rank_is_started_without_torchrun_and_ends_with_the_launcher(
     make_run: Make, tmp_path: Path
 ) -> None:
-    run = make_run(ranks=Ranks(nproc=1), steps=1000, seconds=0.05)
+    run = make_run(ranks=RunProcesses(nproc=1), steps=1000, seconds=0.05)
     process = start(run)
     rank, child = pids(run.output)
     words = Path(f"/proc/{rank}/cmdline").read_text().split("\0")
@@ -91,18 +91,18 @@ def test_a_single_rank_is_started_without_torchrun_and_ends_with_the_launcher(
 
 @pytest.mark.slow
 def test_a_torchrun_that_has_ended_meanwhile_is_started_again(make_run: Make) -> None:
-    run = make_run(ranks=Ranks(nproc=1))
+    run = make_run(ranks=RunProcesses(nproc=1))
     started = launch.ahead(run)
     assert started
     with started:
         started.process.kill()
         started.process.wait()
-        assert launch.launch(run, started=started, screen=Screen(quiet=True)) == 0
+        assert launch.launch(run, started=started, screen=RunScreen(quiet=True)) == 0
 
 
 def test_ranks_are_started_ahead_only_where_they_can_wait(make_run: Make, tmp_path: Path) -> None:
     """Other nodes would take torchrun's store as the signal to start."""
-    assert launch.ahead(make_run(ranks=Ranks(2, 2, 0, "127.0.0.1:29500"))) is None
+    assert launch.ahead(make_run(ranks=RunProcesses(2, 2, 0, "127.0.0.1:29500"))) is None
     file = tmp_path / "file"
     file.write_text("")
     assert launch.ahead(Run("sft", tmp_path, file, file / "deep" / "out")) is None

@@ -12,7 +12,7 @@ import pytest
 from reshard.base.errors import ReshardError
 from reshard.training.divergence import Divergence
 from reshard.training.run import Run
-from reshard.training.show.monitor import begun
+from reshard.training.show.metrics import begun
 from tests.train.conftest import spoil
 from tests.train.trl_plans import run_of
 from tests.train.trl_runs import train

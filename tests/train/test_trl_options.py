@@ -14,11 +14,11 @@ import pytest
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError
 from reshard.training import rewards, trl
-from reshard.training.names import ALIASES
-from reshard.training.planning.gpus import planned_for
+from reshard.training.option_names import OPTION_ALIASES
+from reshard.training.planning.gpu_models import planned_for
 from reshard.training.run import Run
-from reshard.training.trl import checks, config_fields, refusals
-from reshard.training.trl.methods import WAYS
+from reshard.training.trl import checks, config_fields, refused_options
+from reshard.training.trl.trl_methods import TRL_METHODS
 
 FOLDER = Path(__file__).parent
 
@@ -96,7 +96,7 @@ def test_values_of_yaml_become_the_types_of_trl() -> None:
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
 def test_everything_that_trl_takes_is_listed_and_taken(method: str) -> None:
-    from reshard.training.trl.arguments import arguments_of
+    from reshard.training.trl.trainer_arguments import arguments_of
 
     listed = {option.name for option in trl.ENGINE.known_options(method)}
     assert not [option.help for option in trl.ENGINE.known_options(method) if "%%" in option.help]
@@ -109,21 +109,23 @@ def test_everything_that_trl_takes_is_listed_and_taken(method: str) -> None:
     assert arguments.model_init_kwargs is None or arguments.model_init_kwargs["device_map"] is None
 
 
-@pytest.mark.parametrize("method", WAYS)
+@pytest.mark.parametrize("method", TRL_METHODS)
 def test_options_read_from_the_source_are_the_fields_of_trl(method: str) -> None:
     from trl import ModelConfig
 
-    live = {each.name: each for kind in (ModelConfig, WAYS[method].config_class()) for each in fields(kind)}
+    live = {
+        each.name: each for kind in (ModelConfig, TRL_METHODS[method].config_class()) for each in fields(kind)
+    }
     read = {option.name: option for option in trl.ENGINE.known_options(method)}
     stated = {name: field.value for name, field in config_fields.fields_for(method).items()}
-    assert read.keys() - live.keys() == config_fields.ADDED.keys()
+    assert read.keys() - live.keys() == config_fields.ADDED_OPTIONS.keys()
     beside = {
         "model_revision",
         "use_peft",
         "lora_task_type",
         "bnb_4bit_quant_storage",
-        *refusals.REFUSED,
-        *ALIASES,
+        *refused_options.REFUSED_OPTIONS,
+        *OPTION_ALIASES,
     }
     assert live.keys() - read.keys() == beside & live.keys()
     for name in read.keys() & live.keys():
@@ -157,7 +159,7 @@ def test_defaults_avoid_the_traps() -> None:
 def test_bfloat16_is_taken_where_the_gpu_computes_in_it(
     capability: float, lora: bool, said: dict[str, bool], expected: Any
 ) -> None:
-    from reshard.diagnosis.targets.environment import Environment, Gpu
+    from reshard.diagnosis.targets.environments import Environment, Gpu
 
     place = Environment({}, [Gpu("a GPU", capability, 1 << 34)], None, {})
     with planned_for(place):
@@ -382,7 +384,7 @@ def test_schedules_that_need_nothing_more_are_taken(kind: str) -> None:
 
 
 def test_no_maximum_length_is_no_maximum_length_for_trl_too() -> None:
-    from reshard.training.trl.arguments import arguments_of
+    from reshard.training.trl.trainer_arguments import arguments_of
 
     run = run_of(max_length="none", padding_free="true")
     assert arguments_of(run, trl.ENGINE.options(run)).max_length is None
@@ -420,7 +422,7 @@ def test_tensor_parallel_ranks_share_heads_and_experts_evenly(tiny: Callable[...
 def test_the_new_name_of_recomputation_goes_before_the_old_one_and_nothing_warns(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    from reshard.training.trl.arguments import arguments_of
+    from reshard.training.trl.trainer_arguments import arguments_of
 
     for run, expected in ((run_of(activation_checkpointing="false"), False), (run_of(), True)):
         options = trl.ENGINE.options(run)

@@ -15,9 +15,9 @@ import pytest
 import reshard as api
 from reshard import export
 from reshard.training import trl
-from reshard.training.request import run_of as request_of
-from reshard.training.show.display import words
-from reshard.training.show.monitor import history_of
+from reshard.training.run_request import run_of as request_of
+from reshard.training.show.metrics import history_of
+from reshard.training.show.progress_display import words
 from tests.train.trl_plans import BESIDE, EVALUATED, FOUR_DIGITS, PLANS, Trainer, resumed, run_of, same_as
 from tests.train.trl_runs import train
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.targets.environment import Environment
+from reshard.diagnosis.targets.environments import Environment
 from reshard.training import trl
 from reshard.training.data import read_records
-from reshard.training.data.images import Viewer
+from reshard.training.data.record_images import ImageViewer
 from reshard.training.finish import finish
 from reshard.training.preflight import preflight
 from reshard.training.run import Run
@@ -250,13 +250,13 @@ def test_an_image_of_any_format_is_read_to_its_end(kind: str, tmp_path: Path) ->
     file = tmp_path / "image"
     Image.effect_noise((64, 48), 50).convert("RGB").save(file, kind)
     whole, row = file.read_bytes(), {"images": [{"bytes": None, "path": str(file)}]}
-    assert Viewer()(row)["images"] == [(48, 64)]
+    assert ImageViewer()(row)["images"] == [(48, 64)]
     changed = bytearray(whole)
     changed[len(whole) // 2] ^= 255
     for damaged in (whole[: len(whole) // 2], *([bytes(changed)] if kind == "PNG" else [])):
         file.write_bytes(damaged)
         with pytest.raises(ReshardError) as caught:
-            Viewer()(row)
+            ImageViewer()(row)
         assert [each.code for each in caught.value.problems] == ["image-not-readable"]
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from reshard.diagnosis.targets.environment import Environment, Gpu
-from reshard.training.run import Ranks, Run
-from reshard.training.trl import vllm
+from reshard.diagnosis.targets.environments import Environment, Gpu
+from reshard.training.run import Run, RunProcesses
+from reshard.training.trl import vllm_checks
 from tests.serving import serving
 
 GIB = 1 << 30
@@ -45,7 +45,7 @@ def node(gpus: int, memory: int = 80 * GIB) -> Environment:
 
 def codes(options: dict[str, Any], environment: Environment, **fields: Any) -> list[str]:
     run = Run("grpo", fields.pop("model", Path("/m")), Path("/d"), Path("/o"), **fields)
-    return [problem.code for problem in vllm.problems(run, options, environment)]
+    return [problem.code for problem in vllm_checks.problems(run, options, environment)]
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def server(answers: dict[str, Any]) -> Iterator[str]:
         ({}, {"parallel": "tp"}, "vllm-plan-unsupported"),
         ({"vllm_mode": "elsewhere"}, {}, "vllm-mode-unknown"),
         ({"vllm_tensor_parallel_size": 3}, {}, "vllm-ranks-not-divisible"),
-        ({"vllm_tensor_parallel_size": 3}, {"ranks": Ranks(nproc=3)}, None),
+        ({"vllm_tensor_parallel_size": 3}, {"ranks": RunProcesses(nproc=3)}, None),
         ({"vllm_gpu_memory_utilization": 1.0}, {}, "vllm-share-impossible"),
         ({"vllm_gpu_memory_utilization": 1e-5}, {}, "vllm-share-too-small"),
         ({"use_vllm": False, "vllm_mode": "elsewhere"}, {}, None),
@@ -88,9 +88,9 @@ def test_plans_and_shares_that_vllm_cannot_have_are_refused(
 
 
 def test_what_vllm_keeps_is_not_there_to_train() -> None:
-    assert vllm.share(COLOCATED) == 0.3
-    assert vllm.share({**COLOCATED, "vllm_enable_sleep_mode": True}) == 0
-    assert vllm.share({**COLOCATED, **SERVED}) == vllm.share({}) == 0
+    assert vllm_checks.share(COLOCATED) == 0.3
+    assert vllm_checks.share({**COLOCATED, "vllm_enable_sleep_mode": True}) == 0
+    assert vllm_checks.share({**COLOCATED, **SERVED}) == vllm_checks.share({}) == 0
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_server_that_cannot_answer_for_grpo_is_refused(
     answers: dict[str, Any], gpus: int, code: str | None
 ) -> None:
     with server(answers) as url:
-        found = codes({**SERVED, "vllm_server_base_url": url}, node(gpus), ranks=Ranks(nproc=2))
+        found = codes({**SERVED, "vllm_server_base_url": url}, node(gpus), ranks=RunProcesses(nproc=2))
     assert found == ([code] if code else [])
 
 

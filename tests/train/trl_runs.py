@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from reshard.guard.end.complete import RECORD
+from reshard.guard.end.completeness import RUN_RECORD
 from reshard.training.engine import Trained
 from reshard.training.run import Run
 from tests.environments import python
 
 PRELOADED = (
-    *("reshard.training.trl.training", "reshard.training.worker", "datasets", "peft", "accelerate"),
+    *("reshard.training.trl.rank_training", "reshard.training.worker", "datasets", "peft", "accelerate"),
     *("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"),
     *("transformers.models.qwen3.modeling_qwen3", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
     *("numpy.ctypeslib", "peft.utils.transformers_weight_conversion", "torch.utils.serialization.config"),
@@ -83,7 +83,7 @@ def train(
     multiprocessing starts ranks: by "fork" if this process, and not the server, has imported what they need.
     """
     run.output.mkdir(parents=True, exist_ok=True)
-    (run.output / RECORD).write_text(json.dumps(run.as_dict()))
+    (run.output / RUN_RECORD).write_text(json.dumps(run.as_dict()))
     if environment:
         words = [python(environment), "-m", "tests.train.trl_runs", str(run.output), str(world_size), before]
         return Ran(run, failed=subprocess.run(words, cwd=REPOSITORY, timeout=TIMEOUT).returncode != 0)
@@ -149,7 +149,7 @@ def be_rank(output: Path, rank: int, world_size: int, port: int, before: str) ->
 def _work(output: Path, before: str) -> None:
     import torch
 
-    from reshard.training.show.monitor import monitor_of
+    from reshard.training.show.metrics import monitor_of
     from reshard.training.worker import work
 
     torch.set_num_threads(1)
@@ -163,9 +163,9 @@ def _work(output: Path, before: str) -> None:
 
 def without_cpu_adaptation() -> None:
     """Unpatched accelerate: on a CPU it silently ignores FSDP."""
-    from reshard.training.trl import devices
+    from reshard.training.trl import rank_device
 
-    devices.allow_cpu = lambda: None
+    rank_device.allow_cpu = lambda: None
 
 
 def started_as_one_rank() -> None:
@@ -201,20 +201,20 @@ def _send_to_group(name: str) -> None:
 
 def _after_step_2(send: Callable[[], None]) -> None:
     from reshard.training import signals
-    from reshard.training.show.monitor import Metrics
+    from reshard.training.show.metrics import MetricsWriter
 
     LISTENING.enter_context(signals.listening(None))
     plain, is_last = (
-        Metrics.step,
+        MetricsWriter.step,
         int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1,
     )
 
-    def step(self: Metrics, number: int, **metrics: float) -> None:
+    def step(self: MetricsWriter, number: int, **metrics: float) -> None:
         plain(self, number, **metrics)
         if number == 2 and is_last:
             send()
 
-    Metrics.step = step  # type: ignore[method-assign]
+    MetricsWriter.step = step  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -6,5 +6,5 @@ import megatron.core.dist_checkpointing.strategies.torch
 import pyarrow
 import torch.utils.serialization.config
 
-import reshard.engines.megatron.load
-import reshard.training.megatron.loop
+import reshard.engines.megatron.fill_model
+import reshard.training.megatron.training_loop

@@ -17,8 +17,8 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
-from reshard.diagnosis.history.having import FILE
-from reshard.diagnosis.history.table import FOLDER, ROOTS
+from reshard.diagnosis.history.api_table import FOLDER, ROOTS
+from reshard.diagnosis.history.bloom_filters import FILTER_FILE
 from tools.api_history.collect import collect, kept_at
 from tools.api_history.having import bits_of
 from tools.api_history.index import Index
@@ -59,7 +59,7 @@ def main() -> int:
         _read(packages, given, since)
     paths = {package: path_of(given.out, package) for package in ROOTS}
     filters = {package: bits_of(_stored(path)) for package, path in paths.items() if path.is_file()}
-    (given.out / FILE).write_bytes(packed(filters))
+    (given.out / FILTER_FILE).write_bytes(packed(filters))
     return 0
 
 

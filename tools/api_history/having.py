@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.diagnosis.history.having import BITS, places
+from reshard.diagnosis.history.bloom_filters import BITS_PER_NAME, places
 
 
 def bits_of(content: Mapping[str, Any]) -> str:
     """The filter of a table's names, in hexadecimal digits."""
     names = names_of(content)
-    bits = bytearray(max(8, len(names) * BITS // 8))
+    bits = bytearray(max(8, len(names) * BITS_PER_NAME // 8))
     for name in names:
         for at in places(name, len(bits)):
             bits[at >> 3] |= 1 << (at & 7)

@@ -15,15 +15,15 @@ from typing import Any
 
 from reshard.base.errors import ReshardError, listed
 
-READ = ("open", "os.listdir", "os.scandir")
-REFUSED = (
+READING_EVENTS = ("open", "os.listdir", "os.scandir")
+REFUSED_EVENTS = (
     *("os.chmod", "os.chown", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.setxattr"),
     *("os.symlink", "os.truncate", "os.utime", "os.exec", "os.fork", "os.posix_spawn", "os.system"),
     *("subprocess.Popen", "socket.bind", "socket.connect", "socket.getaddrinfo"),
     *("socket.sendto", "socket.sendmsg"),
 )
 """Events of all else that a tool could do: writing, starting programs, connecting to others."""
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def located(named: str, folders: Sequence[str]) -> str:
@@ -46,7 +46,9 @@ def confine(folders: Sequence[str], packages: Sequence[str]) -> list[ReshardErro
 
     def check(event: str, arguments: tuple[Any, ...]) -> None:
         first = arguments[0] if arguments else None
-        if event in REFUSED or (event == "open" and arguments[2] & WRITING and first != os.devnull):
+        if event in REFUSED_EVENTS or (
+            event == "open" and arguments[2] & WRITING_FLAGS and first != os.devnull
+        ):
             raise PermissionError(errno.EPERM, f"tools only read: {event}")
         if event == "import" and first == "tensorstore":
             raise ReshardError(
@@ -54,7 +56,9 @@ def confine(folders: Sequence[str], packages: Sequence[str]) -> list[ReshardErro
                 "tools do not read Orbax checkpoints, because tensorstore opens files without an event",
                 remedy="run the command in a shell",
             )
-        if event in READ and isinstance(first, (str, bytes, os.PathLike)):  # else an open descriptor
+        if event in READING_EVENTS and isinstance(
+            first, (str, bytes, os.PathLike)
+        ):  # else an open descriptor
             path = os.fsdecode(first)
             real, typed = os.path.realpath(path), os.path.abspath(path)  # noqa: PTH100  # follows no links
             if not _is_below(real, folders if _is_below(typed, folders) else besides):

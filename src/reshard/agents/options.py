@@ -9,7 +9,7 @@ from reshard.base.options import SECONDS, About
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ServerOptions:
     """Options of a server. Each field is a flag of the same name."""
 
     time_limit: Annotated[

@@ -21,31 +21,31 @@ from mcp.server.stdio import stdio_server
 from mcp.shared.exceptions import MCPError
 
 import reshard
-from reshard.agents.child import refusal, shortened
 from reshard.agents.confinement import located
-from reshard.agents.options import Options
+from reshard.agents.options import ServerOptions
+from reshard.agents.tool_process import refusal, shortened
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.interrupts import end_at_once
 from reshard.base.options import words_of_seconds
 from reshard.base.plain_yaml import yaml_of
 
-TOGETHER = 4
+CONCURRENT_CALLS = 4
 """Calls that run at the same time. Others wait."""
-CHILD = "import sys; sys.path[:] = {path!r}; from reshard.agents.child import main; main()"
+CHILD_PROGRAM = "import sys; sys.path[:] = {path!r}; from reshard.agents.tool_process import main; main()"
 """What the process of a call runs. `python -m` would also import modules from the current folder."""
 
 
-DESCRIBED = yaml_of(Path(__file__).with_name("tools.yaml").read_bytes())
+DESCRIPTIONS = yaml_of(Path(__file__).with_name("tools.yaml").read_bytes())
 """What clients see of each tool."""
 
 
 class Server:
     """Tools that read below some folders, for one client."""
 
-    def __init__(self, folders: Sequence[Path], options: Options) -> None:
+    def __init__(self, folders: Sequence[Path], options: ServerOptions) -> None:
         self._folders = [str(each.resolve()) for each in folders]
         self._options = options
-        self._turns = anyio.Semaphore(TOGETHER)
+        self._turns = anyio.Semaphore(CONCURRENT_CALLS)
 
     def start(self) -> None:
         """Answer the client until it disconnects."""
@@ -60,8 +60,10 @@ class Server:
             await protocol.run(reading, writing, protocol.create_initialization_options())
 
     async def _call(self, context: Any, call: types.CallToolRequestParams) -> types.CallToolResult:
-        if call.name not in DESCRIBED:
-            raise MCPError(types.INVALID_PARAMS, f"no tool is called {call.name!r}: {', '.join(DESCRIBED)}")
+        if call.name not in DESCRIPTIONS:
+            raise MCPError(
+                types.INVALID_PARAMS, f"no tool is called {call.name!r}: {', '.join(DESCRIPTIONS)}"
+            )
         try:
             text = await self._answer(call.name, self._checked(call.name, call.arguments or {}))
         except ReshardError as error:
@@ -99,7 +101,7 @@ class Server:
         limit = self._options.time_limit
         call = {"tool": tool, "arguments": arguments, "folders": self._folders, "seconds": math.ceil(limit)}
         content = json.dumps({**call, "characters": self._options.output_limit}).encode()
-        command, ended = [sys.executable, "-B", "-c", CHILD.format(path=_packages())], None
+        command, ended = [sys.executable, "-B", "-c", CHILD_PROGRAM.format(path=_packages())], None
         async with self._turns:
             with anyio.move_on_after(limit):
                 ended = await anyio.run_process(command, input=content, check=False)
@@ -121,7 +123,7 @@ def _packages() -> list[str]:
 
 
 def _schema(tool: str) -> dict[str, Any]:
-    schema = {name: DESCRIBED[tool][name] for name in ("properties", "required")}
+    schema = {name: DESCRIPTIONS[tool][name] for name in ("properties", "required")}
     return {"type": "object", **schema, "additionalProperties": False}
 
 
@@ -129,6 +131,6 @@ async def _list_tools(context: Any, request: Any) -> types.ListToolsResult:
     reads = types.ToolAnnotations(read_only_hint=True, idempotent_hint=True, open_world_hint=False)
     tools = [
         types.Tool(name=name, description=each["description"], input_schema=_schema(name), annotations=reads)
-        for name, each in DESCRIBED.items()
+        for name, each in DESCRIPTIONS.items()
     ]
     return types.ListToolsResult(tools=tools)

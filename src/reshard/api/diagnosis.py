@@ -5,9 +5,9 @@ from __future__ import annotations
 from reshard.base.argument_checks import Arguments, OnBytes, StrPath
 from reshard.base.errors import ReshardError
 from reshard.checks.finding import Finding
-from reshard.diagnosis.diagnosis import diagnose
-from reshard.diagnosis.spelling import Usage, spelled
-from reshard.diagnosis.targets.environment import diagnose_environment, look_around
+from reshard.diagnosis.diagnose_targets import diagnose
+from reshard.diagnosis.remedy_spelling import RunTools, spelled
+from reshard.diagnosis.targets.environments import diagnose_environment, look_around
 
 
 def doctor(
@@ -58,4 +58,4 @@ def doctor(
             "python is the interpreter of an environment to examine, and targets are files",
             remedy="pass either of them",
         )
-    return spelled(diagnose_environment(look_around(str(python))), Usage())
+    return spelled(diagnose_environment(look_around(str(python))), RunTools())

@@ -9,7 +9,7 @@ from reshard.base.exceptions_to_problems import for_users
 from reshard.commands.inspection import Inspection, inspect_checkpoint
 from reshard.folders.iterations import Iteration
 from reshard.pages import inspection_page
-from reshard.pages.writing import check_page, write_page
+from reshard.pages.page_files import check_page, write_page
 from reshard.stores import source_path
 from reshard.transfer.source_files import OnStep
 

@@ -12,7 +12,7 @@ from reshard.base.notebook_progress import NotebookBar
 from reshard.commands.coverage import Proof, prove_output
 from reshard.commands.verification import Comparison, compare_weights, need_of, open_sides
 from reshard.pages import comparison_page
-from reshard.pages.writing import check_page, write_page
+from reshard.pages.page_files import check_page, write_page
 from reshard.records.reshard_json import Integrity, check_record
 from reshard.stores import source_path
 from reshard.transfer.memory_budget import MemoryMeter, MemoryNeed, shared

@@ -7,7 +7,7 @@ from typing import Any
 
 from reshard.base.errors import Problem
 
-SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
+SPREADING_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps of accelerate that distribute a model over devices."""
 
 
@@ -19,7 +19,7 @@ def spread_in(config: Any, prefix: str = "") -> Iterator[str]:
     elif isinstance(config, list):
         items = enumerate(config)
     for key, value in items:
-        if key == "device_map" and value in SPREAD:
+        if key == "device_map" and value in SPREADING_MAPS:
             yield f"{prefix}{key}"
         yield from spread_in(value, f"{prefix}{key}.")
 

@@ -18,8 +18,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from reshard.base.errors import ReshardError
-from reshard.checks import probe
-from reshard.checks.probe import installed
+from reshard.checks import installed_packages
+from reshard.checks.installed_packages import installed
 
 PACKAGES = (
     *(
@@ -132,12 +132,12 @@ def look_around(python: str | None = None) -> Environment:
 
     Raises ReshardError if there is no such interpreter.
     """
-    seen = installed(list(NAMES)) if python is None else _asked(python)
+    seen = installed(list(PACKAGE_NAMES)) if python is None else _asked(python)
     return environment_of(seen, *find_gpus())
 
 
 def environment_of(seen: Mapping[str, Any], gpus: list[Gpu], driver: str | None) -> Environment:
-    """The environment that an interpreter has described (`probe.py`)."""
+    """The environment that an interpreter has described (`installed_packages.py`)."""
     nccl = (seen["versions"].get(f"nvidia-nccl-cu{major}") for major in (13, 12, 11))
     return Environment(
         {name: version for name, version in seen["versions"].items() if name in PACKAGES},
@@ -153,8 +153,8 @@ def environment_of(seen: Mapping[str, Any], gpus: list[Gpu], driver: str | None)
     )
 
 
-NAMES = (*PACKAGES, *(f"nvidia-nccl-cu{major}" for major in (13, 12, 11)))
-PATIENCE = 60
+PACKAGE_NAMES = (*PACKAGES, *(f"nvidia-nccl-cu{major}" for major in (13, 12, 11)))
+TIMEOUT_SECONDS = 60
 """Seconds that another interpreter may take to start."""
 
 
@@ -171,9 +171,9 @@ def ask(
     Raises OSError, SubprocessError or ValueError if it does not answer.
     """
     # `conda run` refuses arguments with newlines, so the text is an expression of one line.
-    command = [*interpreter, "-c", f"exec({Path(probe.__file__).read_text('utf-8')!r})"]
+    command = [*interpreter, "-c", f"exec({Path(installed_packages.__file__).read_text('utf-8')!r})"]
     ran = subprocess.run(
-        [*command, json.dumps({"names": NAMES, **request})],
+        [*command, json.dumps({"names": PACKAGE_NAMES, **request})],
         env=environment,
         cwd=folder,
         stdin=subprocess.DEVNULL,
@@ -192,7 +192,7 @@ def _asked(python: str) -> dict[str, Any]:
     try:
         if path is None:
             raise FileNotFoundError(None, _instead_of_a_program(Path(python)))
-        return ask([path], patience=PATIENCE)
+        return ask([path], patience=TIMEOUT_SECONDS)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ReshardError(
             "interpreter-not-found",

@@ -8,9 +8,9 @@ from typing import Any
 from reshard.base.errors import Problem
 from reshard.base.foreign_text import shown, shown_lines
 from reshard.base.languages import Text
-from reshard.checks.place import Place
+from reshard.checks.location import Location
 
-UNKNOWN = "unknown-failure"
+UNKNOWN_FAILURE = "unknown-failure"
 """The code of a failure that nothing explains."""
 CERTAINTIES = ("sure", "likely", "possible")
 
@@ -27,7 +27,7 @@ class Finding(Problem):
     rule: Text
     remedy: Text
     certainty: str = "sure"
-    places: tuple[Place, ...] = ()
+    places: tuple[Location, ...] = ()
     evidence: tuple[Text, ...] = ()
     sources: tuple[str, ...] = ()
     also: tuple[str, ...] = ()

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping
 from math import gcd, lcm
 from typing import Any
 
-from reshard.checks.fact import Fact
+from reshard.checks.violation import Violation
 
 DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8}
-KEYS = (*DEFAULTS, "generation_batch_size", "steps_per_generation")
-PROCESSES = range(1, 129)
+OPTIONS = (*DEFAULTS, "generation_batch_size", "steps_per_generation")
+PROCESS_COUNTS = range(1, 129)
 
 
 def numbers_of(given: Mapping[str, Any]) -> dict[str, int] | None:
     """The numbers that are set, with TRL's defaults; None if one is known only at run time."""
-    told = {key: given[key] for key in KEYS if given.get(key) is not None}
+    told = {key: given[key] for key in OPTIONS if given.get(key) is not None}
     if not all(isinstance(value, int) for value in told.values()):
         return None
     return {**DEFAULTS, **{key: value for key, value in told.items() if value > 0}}
@@ -37,22 +37,22 @@ def fits(given: Mapping[str, int], processes: int) -> bool:
     return generated(numbers, processes) % numbers["num_generations"] == 0
 
 
-def cut_groups(numbers: Mapping[str, int], processes: int | None = None) -> Iterator[Fact]:
+def cut_groups(numbers: Mapping[str, int], processes: int | None = None) -> Iterator[Violation]:
     """Numbers that GRPOConfig refuses for this number of processes; if it is unknown, for some or all."""
     group = numbers["num_generations"]
     if group < 2:
-        yield Fact("grpo-one-generation", values={"group": group})
+        yield Violation("grpo-one-generation", values={"group": group})
         return
-    fitting = [count for count in PROCESSES if fits(numbers, count)]
-    unsure = len(fitting) == len(PROCESSES) or ("generation_batch_size" in numbers and 1 in fitting)
+    fitting = [count for count in PROCESS_COUNTS if fits(numbers, count)]
+    unsure = len(fitting) == len(PROCESS_COUNTS) or ("generation_batch_size" in numbers and 1 in fitting)
     if processes in fitting or (processes is None and unsure):
         return
     ranks = ", ".join(map(str, fitting[:4])) or "–"
     values = {"total": generated(numbers, 1), "group": group, "ranks": ranks}
     if processes is not None or not fitting:
-        yield Fact("script-grpo-arithmetic", values=values)
+        yield Violation("script-grpo-arithmetic", values=values)
     else:
-        yield Fact("script-grpo-arithmetic", values=values, severity="warning", certainty="possible")
+        yield Violation("script-grpo-arithmetic", values=values, severity="warning", certainty="possible")
 
 
 def better(numbers: Mapping[str, int]) -> tuple[str, int | None]:

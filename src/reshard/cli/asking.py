@@ -13,11 +13,11 @@ import click
 
 from reshard.base.errors import ReshardError
 from reshard.base.foreign_text import escape, escape_lines, shown
-from reshard.checks.words import words
+from reshard.checks.phrases import words
 from reshard.cli.console import Watch, print_problems, stdout
 
 if TYPE_CHECKING:
-    from reshard.diagnosis.ask.answer import Answer
+    from reshard.diagnosis.ask.model_answer import ModelAnswer
     from reshard.diagnosis.examination import Examination
 
 
@@ -33,13 +33,13 @@ class Question:
     @property
     def messages(self) -> list[dict[str, str]]:
         """What is sent."""
-        from reshard.diagnosis.ask.message import messages
+        from reshard.diagnosis.ask.prompt import messages
 
         return messages(self.examination.facts, self.examination.logs, self.language)
 
-    def answer(self, quiet: bool) -> Answer:
+    def answer(self, quiet: bool) -> ModelAnswer:
         """The model's answer. Raises ReshardError if none comes."""
-        from reshard.diagnosis.ask.answer import answer
+        from reshard.diagnosis.ask.model_answer import answer
 
         seen = cast(list[dict[str, str]], self.examination.facts["versions"])
         versions = {each["package"]: each["version"] for each in reversed(seen)}
@@ -68,7 +68,7 @@ def checked(ask: str | None, model: str | None, dry_run: bool, targets: tuple[st
         raise click.UsageError("--ask explains a run: pass its log as TARGET")
     if ask is None:
         return None
-    from reshard.diagnosis.ask.request import endpoint, key_for
+    from reshard.diagnosis.ask.chat_request import endpoint, key_for
 
     url = endpoint(ask)
     key_for(url)
@@ -77,7 +77,7 @@ def checked(ask: str | None, model: str | None, dry_run: bool, targets: tuple[st
 
 def print_request(question: Question, as_json: bool) -> None:
     """Print what would be sent: as JSON, byte for byte, or its text."""
-    from reshard.diagnosis.ask.request import body_of
+    from reshard.diagnosis.ask.chat_request import body_of
 
     if as_json:
         click.echo(body_of(question.model, question.messages).decode())

@@ -17,11 +17,11 @@ from reshard.cli.console import common_options, handles_errors, print_json, prog
 from reshard.cli.options import quiet_option
 from reshard.cli.usage import Command
 from reshard.diagnosis import Finding
-from reshard.diagnosis.diagnosis import bytes_of_logs, examine
-from reshard.diagnosis.entries.entries import Entry, catalogue, find
+from reshard.diagnosis.diagnose_targets import bytes_of_logs, examine
+from reshard.diagnosis.entries.catalogue_entry import CatalogueEntry, catalogue, find
 from reshard.diagnosis.examination import Examination
-from reshard.diagnosis.spelling import Usage, spelled
-from reshard.diagnosis.targets.environment import Environment, diagnose_environment, look_around
+from reshard.diagnosis.remedy_spelling import RunTools, spelled
+from reshard.diagnosis.targets.environments import Environment, diagnose_environment, look_around
 
 LABELS = {
     "en": {"why": "why", "cure": "cure", "where": "where", "fixed": "fixed", "because": "because"}
@@ -134,7 +134,7 @@ def command(
     if environment is None:
         examination = _examined(targets, json_output or quiet, read.append)
     else:
-        examination = Examination(spelled(diagnose_environment(environment), Usage()))
+        examination = Examination(spelled(diagnose_environment(environment), RunTools()))
     question = asking.Question(examination, url, model or "", language)
     if ask_dry_run:
         asking.print_request(question, json_output)
@@ -299,7 +299,7 @@ def _explain_rule(identifier: str, language: str, json_output: bool) -> None:
         "id": identifier,
         "kind": rule["severity"],
         **{
-            key: Usage().spelled(rule[key][language].strip().format_map(_Names()))
+            key: RunTools().spelled(rule[key][language].strip().format_map(_Names()))
             for key in ("title", "cause", "cure")
         },
         "sources": [link(source) for source in rule["sources"]],
@@ -316,14 +316,14 @@ def _explain_rule(identifier: str, language: str, json_output: bool) -> None:
         console.print(f"[bold]{words['sources']}[/] {escape(', '.join(content['sources']))}")
 
 
-def _explain(entry: Entry, language: str, json_output: bool) -> None:
+def _explain(entry: CatalogueEntry, language: str, json_output: bool) -> None:
     content = {
         "id": entry.id,
         "kind": entry.kind,
         "engines": list(entry.engines),
         "title": entry.title.of(language),
-        "cause": Usage().spelled(entry.cause.of(language)),
-        "cure": Usage().spelled(entry.cure.of(language)),
+        "cause": RunTools().spelled(entry.cause.of(language)),
+        "cure": RunTools().spelled(entry.cure.of(language)),
         "versions": entry.versions,
         "patterns": [pattern.pattern for pattern in entry.patterns],
         "sources": [link(source) for source in entry.sources],

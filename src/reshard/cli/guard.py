@@ -12,11 +12,11 @@ from reshard.cli.console import common_options, handles_errors, print_json
 from reshard.cli.options import quiet_option
 from reshard.cli.record import record_options
 from reshard.cli.usage import Command
-from reshard.guard.options import Options
+from reshard.guard.options import GuardOptions
 
 
 @click.command("guard", cls=Command, context_settings={"allow_interspersed_args": False})
-@record_options(Options)
+@record_options(GuardOptions)
 @quiet_option("Print warnings, errors and the output of the command only.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, required=True, metavar="-- COMMAND …")
 @common_options
@@ -40,10 +40,10 @@ def command(words: tuple[str, ...], *, quiet: bool, json_output: bool, **options
     pass its checks; 128 + N ended by signal N.
     """
     from reshard.base.languages import locale_language
-    from reshard.guard.calls import guarded
+    from reshard.guard.guarded_run import guarded
 
     stdout, language = 2 if json_output else 1, locale_language()
-    report = guarded(words, Options(**options), quiet=quiet, stdout=stdout, language=language)
+    report = guarded(words, GuardOptions(**options), quiet=quiet, stdout=stdout, language=language)
     ignore_from_now_on()
     if json_output:
         print_json(report.as_dict(language))

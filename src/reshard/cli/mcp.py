@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from reshard.agents.options import Options
+from reshard.agents.options import ServerOptions
 from reshard.cli.console import common_options, handles_errors, print_json
 from reshard.cli.record import record_options
 from reshard.cli.usage import Command
@@ -19,7 +19,7 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @click.command("mcp", cls=Command)
 @click.argument("folders", nargs=-1, type=FOLDER, metavar="FOLDER …")
-@record_options(Options)
+@record_options(ServerOptions)
 @click.option("--skill", is_flag=True, help="Print a skill file for coding agents, and exit.")
 @common_options
 @handles_errors
@@ -47,4 +47,4 @@ def command(folders: tuple[Path, ...], *, skill: bool, json_output: bool, **opti
 
     if sys.stdin.isatty():
         click.echo("waiting for a client on standard input; Ctrl-C ends", err=True)
-    Server(folders, Options(**options)).start()
+    Server(folders, ServerOptions(**options)).start()

@@ -34,7 +34,7 @@ def command(runs: tuple[Path, ...], output: Path | None, quiet: bool, json_outpu
 
     RUN is an output folder of `reshard train`; the run may still be going on. The page needs no network.
     """
-    from reshard.training.show.report import draw
+    from reshard.training.show.html_report import draw
 
     path, shown = draw(runs, output)
     if json_output:

@@ -21,16 +21,16 @@ from reshard.cli.options import quiet_option
 from reshard.cli.record import record_options
 from reshard.cli.tables import print_table
 from reshard.cli.usage import Group, WrongUsageError
-from reshard.training.engines import engine_named
+from reshard.training.engine_registry import engine_named
 from reshard.training.methods import METHODS, elsewhere
 from reshard.training.options import StartOptions
 from reshard.training.run import Run
 
 if TYPE_CHECKING:
-    from reshard.guard.end.final import Finished
-    from reshard.training.launching.slurm import Submitted
-    from reshard.training.outlook import Preflight
-    from reshard.training.planning.plans import Plans
+    from reshard.guard.end.final_folder import FinishedRun
+    from reshard.training.launching.slurm_job import SubmittedJob
+    from reshard.training.planning.plans import FittingPlans
+    from reshard.training.preflight_report import Preflight
 
 SETTINGS = {"ignore_unknown_options": True, "token_normalize_func": lambda token: token.replace("_", "-")}
 """Flags may contain underscores, like those of the engines."""
@@ -130,7 +130,7 @@ OF_ALL_PLANS = ("note", "model", "data", "evaluate", "lengths")
 """Rows of a dry run that are the same for every plan."""
 
 
-def _print_plans(plans: Plans) -> None:
+def _print_plans(plans: FittingPlans) -> None:
     """Print the plans that fit, the best first, and the command for each."""
     if not plans.fitting:
         return
@@ -170,7 +170,7 @@ def _print_preflight(found: Preflight, *, quiet: bool, starts: bool) -> None:
         _print_plans(found.plans)
 
 
-def _print_finished(run: Run, finished: Finished) -> None:
+def _print_finished(run: Run, finished: FinishedRun) -> None:
     """Print the checks of the final folder, and what to type next."""
     console = stdout()
     for check in finished.checks:
@@ -182,7 +182,7 @@ def _print_finished(run: Run, finished: Finished) -> None:
         console.print(f"report: {escape(str(run.output / 'report.html'))}")
 
 
-def _print_submitted(run: Run, submitted: Submitted) -> None:
+def _print_submitted(run: Run, submitted: SubmittedJob) -> None:
     """The job, and where its log and report are."""
     console = stdout()
     console.print(f"submitted job [bold]{escape(submitted.number)}[/]")

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.base.languages import Text
 from reshard.checks.finding import Finding
-from reshard.checks.place import Place
+from reshard.checks.location import Location
 
 if TYPE_CHECKING:
-    from reshard.diagnosis.diagnosis import diagnose
+    from reshard.diagnosis.diagnose_targets import diagnose
 
-__all__ = ["Finding", "Place", "Text", "diagnose"]
+__all__ = ["Finding", "Location", "Text", "diagnose"]
 
 
 def __getattr__(name: str) -> Any:
     """Import `diagnose` when it is first used: each rank of a run imports this package, and only needs its rules."""
     if name != "diagnose":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from reshard.diagnosis.diagnosis import diagnose
+    from reshard.diagnosis.diagnose_targets import diagnose
 
     return diagnose

@@ -10,36 +10,43 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from reshard.base.languages import Text
-from reshard.checks.finding import UNKNOWN, Finding
-from reshard.checks.rules import Told, covered_by, told_at
-from reshard.diagnosis.causes import devices, divisors, memory, names, ranks, shapes
-from reshard.diagnosis.causes.advice import of_reshard, of_setting
-from reshard.diagnosis.causes.api import of_failure
-from reshard.diagnosis.causes.blame import of_attribute, of_none, of_undefined
-from reshard.diagnosis.causes.dtypes import of_dtypes
-from reshard.diagnosis.causes.exits import of_exit
-from reshard.diagnosis.causes.imports import of_module, of_pair, of_symbol
-from reshard.diagnosis.causes.kinds import of_kind
-from reshard.diagnosis.causes.options import of_arguments
-from reshard.diagnosis.causes.placeholders import of_placeholder
-from reshard.diagnosis.causes.programs import of_program
-from reshard.diagnosis.causes.records import of_column, of_value
-from reshard.diagnosis.causes.requirements import of_packages, of_requirement, of_resolver
-from reshard.diagnosis.causes.shadows import of_shadow
-from reshard.diagnosis.causes.templates import of_template
+from reshard.checks.finding import UNKNOWN_FAILURE, Finding
+from reshard.checks.rules import RuleValues, covered_by, told_at
+from reshard.diagnosis.causes import (
+    divisibility,
+    gpus_and_ports,
+    out_of_memory,
+    rank_mismatches,
+    shape_mismatches,
+    weight_names,
+)
+from reshard.diagnosis.causes.advice_in_message import of_reshard, of_setting
+from reshard.diagnosis.causes.api_changes import of_failure
+from reshard.diagnosis.causes.chat_templates import of_template
+from reshard.diagnosis.causes.checkpoint_kinds import of_kind
+from reshard.diagnosis.causes.dtype_errors import of_dtypes
+from reshard.diagnosis.causes.fatal_signals import of_exit
+from reshard.diagnosis.causes.import_errors import of_module, of_pair, of_symbol
+from reshard.diagnosis.causes.missing_attributes import of_attribute, of_none, of_undefined
+from reshard.diagnosis.causes.missing_programs import of_program
+from reshard.diagnosis.causes.package_requirements import of_packages, of_requirement, of_resolver
+from reshard.diagnosis.causes.placeholder_files import of_placeholder
+from reshard.diagnosis.causes.shadowed_packages import of_shadow
+from reshard.diagnosis.causes.unknown_arguments import of_arguments
+from reshard.diagnosis.causes.value_types import of_column, of_value
 from reshard.diagnosis.entries.descriptions import DESCRIBED, of_description
-from reshard.diagnosis.entries.match import of_entries
+from reshard.diagnosis.entries.matching import of_entries
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
-from reshard.diagnosis.text.failures import EXIT, is_consequence, is_launchers
+from reshard.diagnosis.text.first_failure import first_sign
 from reshard.diagnosis.text.log import Log, Traceback
-from reshard.diagnosis.text.root import first_sign
-from reshard.diagnosis.unknown import of_unknown, of_unseen
-from reshard.diagnosis.upstream import place_in_code, update_of
+from reshard.diagnosis.text.partial_failures import EXIT_STATUS, is_consequence, is_launchers
+from reshard.diagnosis.unknown_failure import of_unknown, of_unseen
+from reshard.diagnosis.upstream_search import place_in_code, update_of
 
 Recogniser = Callable[[Traceback, Log], Finding | None]
 
 
-def _of_exception(ask: Callable[[Traceback, Log], Told | None]) -> Recogniser:
+def _of_exception(ask: Callable[[Traceback, Log], RuleValues | None]) -> Recogniser:
     """A recogniser of the first exception in a chain."""
 
     def recogniser(root: Traceback, log: Log) -> Finding | None:
@@ -57,20 +64,26 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
     Specificity.CONTENT: frozenset({of_kind, of_reshard}),
     Specificity.NUMBERS: frozenset(
         {
-            *(shapes.of_shapes, shapes.of_freed, memory.of_memory, devices.of_devices, ranks.of_ranks),
-            *(divisors.of_divisors, divisors.of_batches, of_arguments, of_exit, of_value, of_column),
+            *(
+                shape_mismatches.of_shapes,
+                shape_mismatches.of_freed,
+                out_of_memory.of_memory,
+                gpus_and_ports.of_devices,
+                rank_mismatches.of_ranks,
+            ),
+            *(divisibility.of_divisors, divisibility.of_batches, of_arguments, of_exit, of_value, of_column),
             *(of_program, of_placeholder),
         }
     ),
     Specificity.HISTORY: frozenset(
         {
-            *(of_failure, of_shadow, of_symbol, of_resolver, of_requirement, names.of_names),
+            *(of_failure, of_shadow, of_symbol, of_resolver, of_requirement, weight_names.of_names),
             *map(_of_exception, (of_dtypes, of_undefined, of_template)),
         }
     ),
     Specificity.KIND: frozenset(
         {
-            *(of_packages, of_module, of_pair, ranks.of_hang),
+            *(of_packages, of_module, of_pair, rank_mismatches.of_hang),
             *map(_of_exception, (of_none, of_attribute)),
         }
     ),
@@ -83,24 +96,24 @@ def candidates_of(log: Log) -> list[Candidate]:
     """All candidates for what a log shows."""
     root = first_sign(log)
     found = [_with_rank(each, root, log) for each in of_entries(log, root)]
-    if loading := names.of_loading(log):
+    if loading := weight_names.of_loading(log):
         place = loading.places[0].line or 0
-        covers = frozenset(names.ENTRIES)
+        covers = frozenset(weight_names.ENTRIES_OF_NAMES)
         explains = Explains.FIRST if root and root.first <= place <= root.end else Explains.WARNING
         found.append(Candidate(loading, explains, Specificity.KIND, place, covers))
     if root is None and not any(each.explains < Explains.WARNING for each in found):
-        root = memory.last_words(log)
+        root = out_of_memory.last_words(log)
     is_told = root is None or not (root.exception or root.frames)
     if is_told and not found and (described := of_description(log)):
         closeness = Specificity.UNKNOWN if described.code == DESCRIBED else Specificity.MESSAGE
-        place, covers = described.places[0].line or 0, frozenset({UNKNOWN})
+        place, covers = described.places[0].line or 0, frozenset({UNKNOWN_FAILURE})
         found.append(Candidate(described, Explains.FIRST, closeness, place, covers))
     return [*found, *(_at_first(root, log) if root else ())]
 
 
 def _with_rank(entry: Candidate, root: Traceback | None, log: Log) -> Candidate:
     """An entry for two ranks on one GPU, with what the command line has to do with that."""
-    first = devices.typed_rank(root, log) if root and entry.finding.code == "dup-gpu" else None
+    first = gpus_and_ports.typed_rank(root, log) if root and entry.finding.code == "dup-gpu" else None
     if first is None:
         return entry
     return replace(entry, finding=replace(entry.finding, remedy=Text.lines([first, entry.finding.remedy])))
@@ -108,7 +121,7 @@ def _with_rank(entry: Candidate, root: Traceback | None, log: Log) -> Candidate:
 
 def _at_first(root: Traceback, log: Log) -> Iterator[Candidate]:
     """What explains the first failure. A launcher's, or that of a lost connection, only follows from another one."""
-    follows = is_launchers(root) or is_consequence(root) or root.exception == EXIT
+    follows = is_launchers(root) or is_consequence(root) or root.exception == EXIT_STATUS
     for specificity, recognisers in RECOGNISERS.items():
         for recogniser in recognisers:
             if found := recogniser(root, log):

@@ -30,8 +30,8 @@ class Examination:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """The facts in the targets, as in `doctor --json`: see `facts.py`."""
-        from reshard.diagnosis.facts.facts import facts_of
+        """The facts in the targets, as in `doctor --json`: see `facts/collect.py`."""
+        from reshard.diagnosis.facts.collect import facts_of
 
         facts = facts_of(self.of_targets, self.logs, self.texts, self.checkpoints)
         left = {"logs": self.logs_left_out} if self.logs_left_out else {}

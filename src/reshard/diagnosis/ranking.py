@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from reshard.base.languages import Text
-from reshard.checks.finding import CERTAINTIES, UNKNOWN, Finding
+from reshard.checks.finding import CERTAINTIES, UNKNOWN_FAILURE, Finding
 
 
 class Explains(IntEnum):
@@ -98,7 +98,9 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _with_covered(candidate: Candidate, given: list[Candidate]) -> Candidate:
-    codes = tuple(each.finding.code for each in given if each.finding.code in candidate.covers - {UNKNOWN})
+    codes = tuple(
+        each.finding.code for each in given if each.finding.code in candidate.covers - {UNKNOWN_FAILURE}
+    )
     return replace(candidate, finding=_with(candidate.finding, codes)) if codes else candidate
 
 

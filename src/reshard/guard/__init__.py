@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.base.options import takes
 from reshard.guard.in_script import callback, check, explained
-from reshard.guard.options import Options
-from reshard.guard.watch.announce import announce
+from reshard.guard.options import GuardOptions
+from reshard.guard.watch.stack_signal import announce
 
 if TYPE_CHECKING:
-    from reshard.guard.end.report import Report
+    from reshard.guard.end.end_report import EndReport
 
 __all__ = ["callback", "check", "explained", "run"]
 
 
-@takes(Options)
-def run(words: Sequence[str], **options: Any) -> Report:
+@takes(GuardOptions)
+def run(words: Sequence[str], **options: Any) -> EndReport:
     """Run a training command under guard, as `reshard guard -- COMMAND` does, with the output of the command.
 
     Parameters
@@ -45,7 +45,7 @@ def run(words: Sequence[str], **options: Any) -> Report:
     ReshardError
         With every problem that the checks before the start found. Nothing was started.
     """
-    from reshard.guard.calls import run_guarded  # not needed by a script that only checks
+    from reshard.guard.guarded_run import run_guarded  # not needed by a script that only checks
 
     return run_guarded(words, options)
 

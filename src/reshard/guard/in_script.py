@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-SHOWN = 5
+MAX_PARAMETERS = 5
 """Parameters that a message names; others are only counted."""
 
 
@@ -126,7 +126,9 @@ def _mixed(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
         yield Problem(
             "guard-mixed-parameters",
             "plain parameters mixed with DTensors",
-            tensor=listed([each.name for each in (wrong if len(wrong) <= len(sharded) else sharded)], SHOWN),
+            tensor=listed(
+                [each.name for each in (wrong if len(wrong) <= len(sharded) else sharded)], MAX_PARAMETERS
+            ),
             rule="in a sharded model, all trained parameters must be sharded",
             found=f"{len(sharded)} DTensors, {len(wrong)} trained plain parameters",
             remedy=f"{remedy}: else the first operation on both fails with `got mixed torch.Tensor and DTensor`, and "
@@ -157,7 +159,7 @@ def _sharded_in_ddp(model: nn.Module, parameters: list[_Parameter]) -> Iterator[
             yield Problem(
                 "guard-sharded-in-ddp",
                 "a sharded model is wrapped in DistributedDataParallel",
-                tensor=listed(sharded, SHOWN),
+                tensor=listed(sharded, MAX_PARAMETERS),
                 rule="DDP keeps a complete model on each rank",
                 remedy="load with device_map=None and without tp_plan, or leave DDP out: FSDP2 is data parallel by "
                 "itself",
@@ -185,7 +187,7 @@ def _meta(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
         yield Problem(
             "guard-parameters-without-memory",
             "parameters are on the meta device",
-            tensor=listed(empty, SHOWN),
+            tensor=listed(empty, MAX_PARAMETERS),
             found=f"{len(empty)} parameters on the meta device",
             remedy="model.to_empty(device=…) and load the weights, or call from_pretrained outside of a meta context",
         )
@@ -253,7 +255,7 @@ def _optimizer(parameters: list[_Parameter], optimizers: list[Any]) -> Iterator[
         yield Problem(
             "guard-optimizer-tensors-differ",
             "the optimizer's parameters are not the model's",
-            tensor=listed([each.name for each in missing], SHOWN),
+            tensor=listed([each.name for each in missing], MAX_PARAMETERS),
             rule="the optimizer must be created from the parameters of the final, wrapped model",
             found=f"{len(foreign)} of {len(held)} tensors in the optimizer are not the model's, and it lacks "
             f"{len(missing)} trainable parameters",
@@ -281,8 +283,8 @@ def explained() -> Iterator[None]:
 
 def _diagnosis(error: Exception) -> str:
     from reshard.base.languages import locale_language
-    from reshard.checks.words import aside
-    from reshard.diagnosis.logs import diagnose_text
+    from reshard.checks.phrases import aside
+    from reshard.diagnosis.log_diagnosis import diagnose_text
 
     words = "".join(traceback.format_exception(error))
     known = [

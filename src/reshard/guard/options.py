@@ -10,7 +10,7 @@ from reshard.base.options import SECONDS, About
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class GuardOptions:
     """Options of a guard. Each field is a flag of the same name, an argument, and a key of `--json`."""
 
     check: Annotated[bool, About("Check the command, its files and this machine before the start.")] = True

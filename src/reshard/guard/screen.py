@@ -6,19 +6,19 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reshard.base.foreign_text import escape, escape_lines
-from reshard.guard.supervise.relay import Relay
-from reshard.guard.watch.watching import Notice
+from reshard.guard.supervise.output_relay import OutputRelay
+from reshard.guard.watch.watcher import Notice
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-NAME = "reshard guard: "
+LINE_PREFIX = "reshard guard: "
 
 
-class Screen:
+class GuardScreen:
     """Prints lines of the guard."""
 
-    def __init__(self, relay: Relay | None = None, *, quiet: bool = False) -> None:
+    def __init__(self, relay: OutputRelay | None = None, *, quiet: bool = False) -> None:
         self._relay, self._quiet = relay, quiet
 
     @property
@@ -35,7 +35,7 @@ class Screen:
         """Print a note, unless the guard is quiet."""
         if not self._quiet:
             with suppress(OSError):  # the terminal may be gone
-                self.console.print(f"[dim]{NAME}{escape(text)}[/]")
+                self.console.print(f"[dim]{LINE_PREFIX}{escape(text)}[/]")
 
     def say(self, notice: Notice) -> None:
         """Print what a watcher has to say."""
@@ -47,6 +47,6 @@ def print_notice(notice: Notice, console: Console) -> None:
     """Print a problem of a running command."""
     style = "bold red" if notice.problem.severity == "error" else "bold yellow"
     first, *rest = str(notice.problem).split("\n")
-    console.print(f"[{style}]{NAME}{escape(first)}[/]")
+    console.print(f"[{style}]{LINE_PREFIX}{escape(first)}[/]")
     for line in (*rest, *notice.lines):
         console.print(escape_lines(line))

@@ -18,23 +18,25 @@ from reshard.base.suggest import did_you_mean
 from reshard.stores.hub import HubStore
 from reshard.stores.store_errors import translated
 
-PREFIX = "hf://datasets/"
-CARDS = ("README.md", ".huggingface.yaml")
+DATASET_PREFIX = "hf://datasets/"
+CARD_FILES = ("README.md", ".huggingface.yaml")
 """Where a dataset's configurations are declared."""
-FOLDER = "reshard"
+CACHE_FOLDER = "reshard"
 """Where the folders are, next to the Hub's cache, with links into it."""
 _ID = re.compile(r"[\w.-]+/[\w.-]+(@[^/]+)?")
-Note = Callable[[str], None]
+NoteCallback = Callable[[str], None]
 
 
 def may_be(typed: str, suffixes: tuple[str, ...]) -> bool:
     """Whether what was typed, if it is not a local path, may name a dataset. Data files end in `suffixes`."""
-    if typed.startswith(PREFIX):
+    if typed.startswith(DATASET_PREFIX):
         return True
     return bool(_ID.fullmatch(typed)) and not typed.endswith(suffixes) and not Path(typed).parent.exists()
 
 
-def dataset_folder(typed: str, split: str, config: str | None = None, note: Note = lambda text: None) -> Path:
+def dataset_folder(
+    typed: str, split: str, config: str | None = None, note: NoteCallback = lambda text: None
+) -> Path:
     """The folder with the files of a split. Downloads what is missing.
 
     `typed` is `Org/Set`, or `hf://datasets/Org/Set@revision`. `note` receives what is downloaded. Raises ReshardError
@@ -43,23 +45,23 @@ def dataset_folder(typed: str, split: str, config: str | None = None, note: Note
     """
     from huggingface_hub import constants, snapshot_download
 
-    HubStore.address(f"hf://{typed.removeprefix(PREFIX)}")
-    name, _, revision = typed.removeprefix(PREFIX).partition("@")
-    url = f"{PREFIX}{name}"
+    HubStore.address(f"hf://{typed.removeprefix(DATASET_PREFIX)}")
+    name, _, revision = typed.removeprefix(DATASET_PREFIX).partition("@")
+    url = f"{DATASET_PREFIX}{name}"
     source = {"repo_id": name, "repo_type": "dataset", "revision": revision or None}
     with _explained(url, name, revision):
-        folder = Path(snapshot_download(**source, allow_patterns=list(CARDS)))
+        folder = Path(snapshot_download(**source, allow_patterns=list(CARD_FILES)))
         with TemporaryDirectory() as place:
             _outline(Path(place), folder, _listed(name, folder.name))
             files = _chosen(url, _splits(Path(place), url, config), split, Path(place))
-        wanted = {**source, "allow_patterns": [*files, *CARDS]}
+        wanted = {**source, "allow_patterns": [*files, *CARD_FILES]}
         if not constants.HF_HUB_OFFLINE:
             missing = [each for each in snapshot_download(**wanted, dry_run=True) if each.will_download]
             if missing:
                 total = size(sum(each.file_size or 0 for each in missing))
                 note(f"downloading {name}: {len(missing)} files, {total}")
         folder = Path(snapshot_download(**wanted))
-    root = Path(constants.HF_HUB_CACHE).parent / FOLDER / f"datasets--{name.replace('/', '--')}"
+    root = Path(constants.HF_HUB_CACHE).parent / CACHE_FOLDER / f"datasets--{name.replace('/', '--')}"
     return _linked(folder, files, root / folder.name / (config or "default") / split)
 
 
@@ -114,7 +116,7 @@ def _outline(place: Path, folder: Path, files: list[str]) -> None:
             continue
         path = place / inside
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes((folder / file).read_bytes() if file in CARDS else b"")
+        path.write_bytes((folder / file).read_bytes() if file in CARD_FILES else b"")
 
 
 def _splits(place: Path, url: str, config: str | None) -> Mapping[str, Any]:

@@ -11,8 +11,8 @@ from reshard.base.errors import ReshardError, size
 from reshard.stores.checkpoint_names import declared
 from reshard.stores.hub import HubStore, cached, url_of
 
-SAFE = ".safetensors"
-COMMIT = re.compile("[0-9a-f]{40}")
+SAFETENSORS_SUFFIX = ".safetensors"
+COMMIT_HASH = re.compile("[0-9a-f]{40}")
 
 
 def typed_url(typed: str, revision: str | None = None) -> str:
@@ -61,7 +61,7 @@ def _here(store: HubStore) -> Path | None:
     from huggingface_hub import constants
 
     here = cached(store.name, store.revision)
-    if here and (constants.HF_HUB_OFFLINE or COMMIT.fullmatch(store.revision)):
+    if here and (constants.HF_HUB_OFFLINE or COMMIT_HASH.fullmatch(store.revision)):
         return here
     try:
         return None if store.commit else here
@@ -82,7 +82,7 @@ def _here(store: HubStore) -> Path | None:
 def _skipped(store: HubStore) -> list[str]:
     """Patterns of files that contain the same weights again."""
     names = [PurePosixPath(path) for path in store.listed()]
-    at_top = [path for path in names if len(path.parts) == 1 and path.suffix == SAFE]
+    at_top = [path for path in names if len(path.parts) == 1 and path.suffix == SAFETENSORS_SUFFIX]
     if not at_top:
         return []
     usual = [path for path in at_top if path.name.startswith("model")]

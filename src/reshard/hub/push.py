@@ -23,12 +23,12 @@ from reshard.base.plain_json import json_of
 from reshard.folders.companions import FILES_KEY, RECORD
 from reshard.formats import written
 from reshard.formats.contract import HUB, ConversionOptions
-from reshard.hub.card import README, SIGNED, model_card
+from reshard.hub.model_card import README, SIGNATURE, model_card
 from reshard.transfer.plan import Plan
 from reshard.version import __version__
 
-NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
-KEPT = (README, ".gitattributes", ".gitignore", "LICENSE")
+REPOSITORY_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
+FOREIGN_FILES = (README, ".gitattributes", ".gitignore", "LICENSE")
 """Files that may be in a repository besides an upload: they do not describe the weights, or are the user's own card."""
 
 OnUpload = Callable[[str, int], None]
@@ -113,7 +113,7 @@ class Upload:
         there = {file.rfilename for file in found.siblings}
         ours = {file.path for file in self._plan.files}
         record = self._record() if RECORD in there else {}
-        if not there - set(KEPT) or record.get("plan") == self._digest:
+        if not there - set(FOREIGN_FILES) or record.get("plan") == self._digest:
             return []
         if not self._push.overwrite:
             raise ReshardError(
@@ -121,12 +121,12 @@ class Upload:
                 "the repository is not empty",
                 file=self.url,
                 rule="old shards or a stale index must not remain next to new ones",
-                found=listed(sorted(there - set(KEPT)), 5),
+                found=listed(sorted(there - set(FOREIGN_FILES)), 5),
                 remedy="choose another repository, or pass --overwrite to replace its files (its history keeps them)",
             )
         files = record.get(FILES_KEY)
         old = {RECORD, *files} if isinstance(files, dict | list) else set()
-        if foreign := sorted(there - old - ours - set(KEPT)):
+        if foreign := sorted(there - old - ours - set(FOREIGN_FILES)):
             raise ReshardError(
                 "repository-foreign-files",
                 "the repository contains files that --overwrite does not delete",
@@ -174,12 +174,12 @@ class Upload:
         """Whether the card of the repository is ours, or there is none."""
         if README not in {file.rfilename for file in found.siblings}:
             return True
-        return SIGNED.encode() in self._content(README)
+        return SIGNATURE.encode() in self._content(README)
 
 
 def _refuse_others(push: Push, plan: Plan) -> None:
     """Raise ReshardError for names and formats that the Hub cannot store."""
-    if not NAME.fullmatch(push.repository):
+    if not REPOSITORY_NAME.fullmatch(push.repository):
         raise ReshardError(
             "repository-name-malformed",
             "this is not the name of a repository",

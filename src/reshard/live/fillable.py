@@ -10,8 +10,8 @@ from reshard.base.errors import Problem
 if TYPE_CHECKING:
     import torch
 
-FSDP1 = "FullyShardedDataParallel"
-GATHERED = "with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):"
+FSDP1_CLASS = "FullyShardedDataParallel"
+GATHERED_EXAMPLE = "with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):"
 
 
 def is_module(value: Any) -> bool:
@@ -23,7 +23,7 @@ def is_module(value: Any) -> bool:
 
 def sharded_otherwise(module: torch.nn.Module, file: str) -> Iterator[Problem]:
     """A problem for each way of sharding in which a rank's part of a tensor is not a DTensor."""
-    if any(FSDP1 in (kind.__name__ for kind in type(each).__mro__) for each in module.modules()):
+    if any(FSDP1_CLASS in (kind.__name__ for kind in type(each).__mro__) for each in module.modules()):
         yield Problem(
             "live-module-in-fsdp1",
             "a module that is sharded by FullyShardedDataParallel (FSDP1) cannot be filled",
@@ -37,7 +37,7 @@ def sharded_otherwise(module: torch.nn.Module, file: str) -> Iterator[Problem]:
             "a module that is partitioned by DeepSpeed ZeRO-3 cannot be filled",
             file=file,
             rule="its parameters have no elements while they are not gathered",
-            remedy=f"fill it on all ranks in the block `{GATHERED}`, before deepspeed.initialize",
+            remedy=f"fill it on all ranks in the block `{GATHERED_EXAMPLE}`, before deepspeed.initialize",
         )
 
 

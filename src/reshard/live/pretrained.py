@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from reshard.base.errors import ReshardError
 from reshard.commands.streaming import How
 from reshard.commands.weights import Weights
-from reshard.live.modules import load_into
+from reshard.live.torch_modules import load_into
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-GENERATION = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 
 def from_pretrained(
@@ -120,7 +120,7 @@ def _mark_initialized(model: Any) -> None:
 def _generation(folder: Path) -> Any:
     from transformers import GenerationConfig
 
-    return GenerationConfig.from_pretrained(folder) if (folder / GENERATION).is_file() else None
+    return GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG).is_file() else None
 
 
 @contextmanager

@@ -20,37 +20,37 @@ from sglang.srt.runtime_context import get_model, get_parallel, get_spec
 
 from reshard.base.errors import ReshardError
 from reshard.commands.weights import Weights
-from reshard.live import serving
-from reshard.live.parameters import Loading
-from reshard.live.serving import Engine, Filling, Place
+from reshard.live import engine_loading
+from reshard.live.engine_loading import EngineModel, ServingEngine, WeightsForModel
+from reshard.live.loaded_parameters import LoadingNotes
 
-ENGINE = Engine("SGLang", logging.getLogger(__name__), BaseKVCacheMethod)
+ENGINE = ServingEngine("SGLang", logging.getLogger(__name__), BaseKVCacheMethod)
 
 
 @dataclass
-class Loaded:
+class LoadedModel:
     """What is in a model: the path that it had at first and has now, the options, and the shapes of what it used."""
 
     first: str
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    shapes: serving.Shapes = field(default_factory=dict)
+    shapes: engine_loading.TensorShapes = field(default_factory=dict)
 
 
-_LOADED: WeakKeyDictionary[Any, Loaded] = WeakKeyDictionary()
+_LOADED: WeakKeyDictionary[Any, LoadedModel] = WeakKeyDictionary()
 """By SGLang's config of the model: for an update, it makes a loader without options, and gives it only this."""
 
 
-class Loader(DefaultModelLoader):  # type: ignore[misc]
+class SGLangLoader(DefaultModelLoader):  # type: ignore[misc]
     """Loads the weights of any checkpoint under their Hugging Face names, and of each tensor only what a rank uses."""
 
     def __init__(self, load_config: Any) -> None:
-        self._options = serving.options_of(load_config.model_loader_extra_config)
+        self._options = engine_loading.options_of(load_config.model_loader_extra_config)
         # As SGLang's own loaders do: adapters are read with the same config.
         load_config.load_format, load_config.model_loader_extra_config = LoadFormat.AUTO, {}
         super().__init__(load_config)
         self._config: Any = None
-        self._filling: Filling | None = None
+        self._filling: WeightsForModel | None = None
 
     def download_model(self, model_config: Any) -> None:
         """Check that the checkpoint can be opened. Weights are read from where they are."""
@@ -66,9 +66,9 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights of a new model."""
         options = self._options_of(model_config)
-        serving.refuse_several_sources(ENGINE, _more_sources(model, options))
+        engine_loading.refuse_several_sources(ENGINE, _more_sources(model, options))
         path = model_config.model_path
-        _LOADED[model_config] = Loaded(path, path, options)
+        _LOADED[model_config] = LoadedModel(path, path, options)
         return self._tensors(model_config, _opened(model_config, options))
 
     def _get_weights_iterator(self, source: Any, **_: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -79,17 +79,17 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
         config = source.model_config
         loaded = _loaded(config)
         is_first = config.model_path == loaded.first
-        options = loaded.options if is_first else serving.elsewhere(loaded.options, loaded.first)
+        options = loaded.options if is_first else engine_loading.elsewhere(loaded.options, loaded.first)
         try:
             weights = _opened(config, options)
-            serving.refuse_another_model(weights, loaded.shapes)
+            engine_loading.refuse_another_model(weights, loaded.shapes)
         except Exception:
             config.model_path = loaded.path  # which SGLang has already replaced
             raise
         return self._tensors(config, weights)
 
     def _tensors(self, config: Any, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        self._config, self._filling = config, Filling(ENGINE, weights)
+        self._config, self._filling = config, WeightsForModel(ENGINE, weights)
         if self.load_config.draft_model_idx is None:
             return self._filling.tensors()
         found: Iterator[tuple[str, torch.Tensor]] = self._filter_mtp_weights(
@@ -108,10 +108,10 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
         assert filling is not None
         loaded = _LOADED[config]
         try:
-            with Loading(model) as loading:
+            with LoadingNotes(model) as loading:
                 self.load_weights_only(model, weights, target_device)
             if not loaded.shapes:
-                shared = serving.shared_by_draft(model) if config.is_draft_model else set()
+                shared = engine_loading.shared_by_draft(model) if config.is_draft_model else set()
                 filling.refuse_missing(model, loading, shared)
         except Exception:
             config.model_path = loaded.path
@@ -127,15 +127,15 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
 
 
 def _opened(model_config: Any, options: Mapping[str, Any]) -> Weights:
-    folder = serving.with_revision(str(model_config.model_path), model_config.revision)
-    return serving.opened(ENGINE, Place(folder, model_config.quantization), options)
+    folder = engine_loading.with_revision(str(model_config.model_path), model_config.revision)
+    return engine_loading.opened(ENGINE, EngineModel(folder, model_config.quantization), options)
 
 
-def _loaded(model_config: Any) -> Loaded:
+def _loaded(model_config: Any) -> LoadedModel:
     """What is in a model, also if another loader put it there."""
     served = get_model().model_path
     draft = get_spec().speculative_draft_model_path if model_config.is_draft_model else None
-    loaded: Loaded = _LOADED.setdefault(model_config, Loaded(draft or served, draft or served))
+    loaded: LoadedModel = _LOADED.setdefault(model_config, LoadedModel(draft or served, draft or served))
     if not model_config.is_draft_model:
         loaded.path = served
     return loaded
@@ -144,7 +144,7 @@ def _loaded(model_config: Any) -> Loaded:
 def _refuse_what_needs_another_loader(model_config: Any, load_config: Any) -> None:
     """What SGLang's own loader does, and this one does not."""
     if type(get_model_loader(load_config, model_config)) is not DefaultModelLoader:
-        serving.refuse_quantization(ENGINE, str(model_config.quantization))
+        engine_loading.refuse_quantization(ENGINE, str(model_config.quantization))
     if get_model().model_checksum is not None:
         raise ReshardError(
             "engine-checksum-unsupported",

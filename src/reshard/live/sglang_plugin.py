@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from reshard.live.serving import NAME
+from reshard.live.engine_loading import LOAD_FORMAT
 
-CONFIG = "sglang.srt.configs.load_config.LoadConfig"
+LOAD_CONFIG = "sglang.srt.configs.load_config.LoadConfig"
 
 
 @cache
@@ -21,13 +21,13 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_load_format_choices
 
-    add_load_format_choices([NAME])
-    HookRegistry.register(f"{CONFIG}.__post_init__", _named, HookType.BEFORE)
+    add_load_format_choices([LOAD_FORMAT])
+    HookRegistry.register(f"{LOAD_CONFIG}.__post_init__", _named, HookType.BEFORE)
 
 
 def _named(config: Any) -> None:
     """Put the class in place of its name, before SGLang compares it with its own formats."""
-    if config.load_format == NAME:
-        from reshard.live.sglang import Loader
+    if config.load_format == LOAD_FORMAT:
+        from reshard.live.sglang import SGLangLoader
 
-        config.load_format = Loader
+        config.load_format = SGLangLoader

@@ -22,39 +22,39 @@ from vllm.platforms import current_platform
 
 from reshard.base.errors import ReshardError
 from reshard.commands.weights import Weights
-from reshard.live import serving, vllm_companions
-from reshard.live.parameters import Loading
-from reshard.live.serving import Engine, Filling, Place
+from reshard.live import engine_loading, vllm_companions
+from reshard.live.engine_loading import EngineModel, ServingEngine, WeightsForModel
+from reshard.live.loaded_parameters import LoadingNotes
 
 # vLLM prints only the messages of its own loggers
-ENGINE = Engine("vLLM", init_logger("vllm.reshard"), BaseKVCacheMethod)
+ENGINE = ServingEngine("vLLM", init_logger("vllm.reshard"), BaseKVCacheMethod)
 
 
 @cache
 def register() -> None:
     """Make reshard's load format, config format and tokenizer mode known to vLLM, which calls this in each process."""
-    register_model_loader(serving.NAME)(Loader)
-    vllm_companions.register(serving.NAME)
+    register_model_loader(engine_loading.LOAD_FORMAT)(VLLMLoader)
+    vllm_companions.register(engine_loading.LOAD_FORMAT)
 
 
 @dataclass
-class Loaded:
+class LoadedModel:
     """What is in a model: the path that vLLM had for it at first and has now, and the shapes of the tensors it used."""
 
     first: str
     path: str
-    shapes: serving.Shapes
+    shapes: engine_loading.TensorShapes
 
 
-_LOADED: WeakKeyDictionary[torch.nn.Module, Loaded] = WeakKeyDictionary()
+_LOADED: WeakKeyDictionary[torch.nn.Module, LoadedModel] = WeakKeyDictionary()
 
 
-class Loader(BaseModelLoader):  # type: ignore[misc]
+class VLLMLoader(BaseModelLoader):  # type: ignore[misc]
     """Loads the weights of any checkpoint under their Hugging Face names, and of each tensor only what a rank uses."""
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
-        self._options = serving.options_of(load_config.model_loader_extra_config)
+        self._options = engine_loading.options_of(load_config.model_loader_extra_config)
 
     def download_model(self, model_config: Any) -> None:
         """Check that the checkpoint can be opened. Weights are read from where they are."""
@@ -63,13 +63,13 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Load a model. Raises ReshardError if a parameter is not in the checkpoint, or does not fit it."""
         _refuse_what_needs_another_loader(model, model_config)
-        filling = Filling(ENGINE, _opened(model_config, self._options_of(model_config)))
-        with Loading(model) as loading:
+        filling = WeightsForModel(ENGINE, _opened(model_config, self._options_of(model_config)))
+        with LoadingNotes(model) as loading:
             reported = model.load_weights(filling.tensors())
-        shared = serving.shared_by_draft(model) if model_config.runner_type == "draft" else ()
+        shared = engine_loading.shared_by_draft(model) if model_config.runner_type == "draft" else ()
         filling.refuse_missing(model, loading, {*(reported or ()), *shared})
         filling.report(loading)
-        _LOADED[model] = Loaded(model_config.model, model_config.model, filling.shapes())
+        _LOADED[model] = LoadedModel(model_config.model, model_config.model, filling.shapes())
 
     def get_all_weights(
         self, model_config: Any, model: torch.nn.Module
@@ -82,17 +82,17 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         try:
             _refuse_experts_on_cpu(model_config)
             weights = _opened(model_config, self._options_for(model_config, loaded.first))
-            serving.refuse_another_model(weights, loaded.shapes)
+            engine_loading.refuse_another_model(weights, loaded.shapes)
         except ReshardError:
             model_config.model = loaded.path  # which vLLM has already replaced
             raise
         loaded.path = model_config.model
-        return Filling(ENGINE, weights).tensors()
+        return WeightsForModel(ENGINE, weights).tensors()
 
     def _options_for(self, model_config: Any, first: str) -> Mapping[str, Any]:
         """The options for the weights that replace others."""
         base = model_config.hf_config_path or first
-        return self._options if model_config.model == first else serving.elsewhere(self._options, base)
+        return self._options if model_config.model == first else engine_loading.elsewhere(self._options, base)
 
     def _options_of(self, model_config: Any) -> dict[str, Any]:
         """The options, unless a model is only the draft for another one, and in a folder of its own."""
@@ -103,12 +103,12 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
 
 
 def _opened(model_config: Any, options: Mapping[str, Any]) -> Weights:
-    return serving.opened(ENGINE, _place(model_config), options)
+    return engine_loading.opened(ENGINE, _place(model_config), options)
 
 
-def _place(model_config: Any) -> Place:
-    folder = serving.with_revision(str(model_config.model), model_config.revision)
-    return Place(folder, model_config.quantization, model_config.hf_config_path)
+def _place(model_config: Any) -> EngineModel:
+    folder = engine_loading.with_revision(str(model_config.model), model_config.revision)
+    return EngineModel(folder, model_config.quantization, model_config.hf_config_path)
 
 
 def _refuse_experts_on_cpu(model_config: Any) -> None:
@@ -124,8 +124,8 @@ def _refuse_experts_on_cpu(model_config: Any) -> None:
 
 def _refuse_what_needs_another_loader(model: torch.nn.Module, model_config: Any) -> None:
     """Models and quantizations for which vLLM's own loader does more than to iterate over one checkpoint."""
-    serving.refuse_several_sources(
+    engine_loading.refuse_several_sources(
         ENGINE, [str(each.model_or_path) for each in getattr(model, "secondary_weights", ())]
     )
     if model_config.quantization == "torchao":
-        serving.refuse_quantization(ENGINE, "torchao")
+        engine_loading.refuse_quantization(ENGINE, "torchao")

@@ -67,7 +67,7 @@ def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32
     return megatron_logits(checkpoint.path, tokens, args=args, layout=layout).logits
 
 
-MODULES = {"transformers": "transformers", "megatron-core": "megatron.core"}
+MODULE_OF_ORACLE = {"transformers": "transformers", "megatron-core": "megatron.core"}
 """The module that computes, by the package that has it."""
 
 
@@ -87,7 +87,7 @@ def _require_family(side: Side) -> None:
 
 def _require_packages(*sides: Side) -> None:
     """Raise ReshardError for every package that a side needs and that is not installed."""
-    needed = {name: MODULES[name] for name in map(_oracle, sides)}
+    needed = {name: MODULE_OF_ORACLE[name] for name in map(_oracle, sides)}
     missing = {name: module for name, module in needed.items() if not _is_installed(module)}
     if missing:
         raise ReshardError(

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from reshard.base.foreign_text import shown
-from reshard.pages.writing import charts_script
+from reshard.pages.page_files import charts_script
 from reshard.version import __version__
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def inspection_page(found: Inspection) -> str:
     """The page that `inspect --html` writes."""
-    from reshard.pages.board import board_of
-    from reshard.pages.tree import tree_of
+    from reshard.pages.rank_board import board_of
+    from reshard.pages.weight_tree import tree_of
 
     checkpoint = found.checkpoint
     return _page(
@@ -40,7 +40,7 @@ def inspection_page(found: Inspection) -> str:
 
 def comparison_page(found: Comparison, a: str, b: str) -> str:
     """The page that `verify --html` writes for two checkpoints whose tensors were compared."""
-    from reshard.pages.changes import heat_of, table_of
+    from reshard.pages.difference_map import heat_of, table_of
 
     return _page(
         "verify.html",

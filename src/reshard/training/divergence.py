@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.training.collective import anywhere, everyone, place
+from reshard.training.collectives import anywhere, everyone, place
 
-RECORDS = 4
+MAX_RECORDS = 4
 """Maximum number of records named per rank."""
-CHARACTERS = 60
+MAX_CHARACTERS = 60
 """Maximum number of characters of each, from its beginning."""
 _REMEDY = (
     "lower the learning rate or warm up longer, look for damaged records, and resume from the last checkpoint"
@@ -97,10 +97,7 @@ def assert_finite_base(model: Path) -> None:
 
     It is called once the loss is not finite, so that healthy runs do not read their base twice.
     """
-    from reshard.guard.end.finite import (  # with all formats, and only if a loss is not finite
-        damaged,
-        nonfinite,
-    )
+    from reshard.guard.end.finite_weights import damaged, nonfinite
 
     rank, ranks = place()
     try:
@@ -122,10 +119,12 @@ def own_shard(parameter: Any) -> Any:
 
 def beginnings(tokenizer: Any, sequences: Iterable[Any]) -> list[str]:
     """The beginnings of records as readable text."""
-    return few(tokenizer.decode(ids[: 2 * CHARACTERS], skip_special_tokens=True) for ids in sequences)
+    return first_few(
+        tokenizer.decode(ids[: 2 * MAX_CHARACTERS], skip_special_tokens=True) for ids in sequences
+    )
 
 
-def few(texts: Iterable[str]) -> list[str]:
+def first_few(texts: Iterable[str]) -> list[str]:
     """The first of the texts, each shortened."""
-    plain = (" ".join(text.split()) for text in islice(texts, RECORDS))
-    return [text if len(text) <= CHARACTERS else text[: CHARACTERS - 1] + "…" for text in plain]
+    plain = (" ".join(text.split()) for text in islice(texts, MAX_RECORDS))
+    return [text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…" for text in plain]

@@ -1,6 +1,6 @@
 """The interface of an engine: its name, its features, its requirements and options, and how it trains.
 
-All other code uses the `Engine` of a run, and does not depend on its name. `engines.py` lists the engines.
+All other code uses the `Engine` of a run, and does not depend on its name. `engine_registry.py` lists the engines.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem
-from reshard.guard.end.complete import lacking
-from reshard.training.data.tokens import EVERYTHING, Learning, Sample
-from reshard.training.run import SIZES, Run
+from reshard.guard.end.completeness import lacking
+from reshard.training.data.tokens import LEARN_EVERYTHING, LossCoverage, Sample
+from reshard.training.run import LAYOUT_SIZES, Run
 
 if TYPE_CHECKING:
     from reshard.checks.environment import Environment
-    from reshard.training.data.tokens import Lengths
-    from reshard.training.planning.speed import Work
-    from reshard.training.show.monitor import Metrics
+    from reshard.training.data.tokens import RecordLengths
+    from reshard.training.planning.step_time import StepWork
+    from reshard.training.show.metrics import MetricsWriter
 
 
 @dataclass(frozen=True)
-class Batches:
+class StepCounts:
     """Samples per optimizer step, and the number of steps of a run."""
 
     per_device: int
@@ -41,7 +41,7 @@ class Batches:
 
 
 @dataclass(frozen=True)
-class Precision:
+class StateBytes:
     """Bytes per parameter of its states. `recomputation` means that activations are recomputed."""
 
     weights: int
@@ -81,7 +81,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Option:
+class EngineOption:
     """An option of an engine, for `reshard train … --options`. `kind` is its type in words."""
 
     name: str
@@ -91,13 +91,13 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Reading:
+class SequenceReading:
     """How an engine makes sequences from records. `length` is the option that limits them."""
 
     length: str
     limit: int | None = None
     """Maximum tokens used of a record; None if it continues in the next sequence, or has no limit."""
-    learning: Learning = EVERYTHING
+    learning: LossCoverage = LEARN_EVERYTHING
     packed: bool = False
     """Whether several records share a sequence."""
     full: bool = False
@@ -136,7 +136,7 @@ class Checkpoints:
         return dict(found[whole + 1 :])
 
 
-Parts = Mapping[str, int]
+MemoryParts = Mapping[str, int]
 """Bytes by purpose."""
 
 
@@ -152,16 +152,16 @@ class Estimates:
     memory for other purposes.
     """
 
-    parts: Callable[..., tuple[Parts, Parts, Parts]]
+    parts: Callable[..., tuple[MemoryParts, MemoryParts, MemoryParts]]
     parallelisms: Callable[[Run, int], Iterator[tuple[tuple[str, ...], Run]]]
     savings: Callable[[Run], Iterator[dict[str, object]]]
     smaller_batch: Callable[[Run], dict[str, object]]
-    work: Callable[[Run, Batches, Precision, int], Work]
+    work: Callable[[Run, StepCounts, StateBytes, int], StepWork]
     reserved: Callable[[Run], float] = lambda run: 0.0
 
 
 @dataclass(frozen=True)
-class Looks:
+class EngineChecks:
     """Checks of an engine before a run starts; each yields problems, and starts nothing.
 
     `asked` checks the requested run, and needs no packages or files. `machine(run, options, environment)` checks GPUs
@@ -210,21 +210,21 @@ class Engine:
     methods: tuple[str, ...]
     packages: tuple[str, ...]
     requires: Callable[[Run], Mapping[str, str]]
-    known_options: Callable[[str], list[Option]]
+    known_options: Callable[[str], list[EngineOption]]
     options: Callable[[Run], dict[str, Any]]
-    looks: Looks
-    reading: Callable[[Run, Mapping[str, Any], Mapping[str, Any]], Reading]
-    batches: Callable[..., Batches]
-    precision: Callable[[Run], Precision]
+    looks: EngineChecks
+    reading: Callable[[Run, Mapping[str, Any], Mapping[str, Any]], SequenceReading]
+    batches: Callable[..., StepCounts]
+    precision: Callable[[Run], StateBytes]
     dtypes: tuple[str, ...]
     evaluation: Callable[[Run], str]
     plan: Callable[[Run, int], list[str]]
     estimates: Estimates
     checkpoints: Checkpoints
-    train: Callable[[Run, Metrics], Trained]
+    train: Callable[[Run, MetricsWriter], Trained]
     check: Callable[[Run, Trained, Path], list[Problem]]
     warm: Callable[[Run], bool] = lambda run: False
-    indexed: Callable[[Run], Lengths] | None = None
+    indexed: Callable[[Run], RecordLengths] | None = None
     sampler: Callable[[Run, Mapping[str, Any], Any], Callable[[Any], list[Sample]]] | None = None
     leaves: tuple[str, ...] = ()
     tracks: bool = False
@@ -235,5 +235,5 @@ class Engine:
 
 def sizes_in_words(layout: Layout) -> list[str]:
     """The sizes of a layout that are not 1, in words: TP2, PP4."""
-    sizes = {name.upper(): getattr(layout, name) for name in SIZES}
+    sizes = {name.upper(): getattr(layout, name) for name in LAYOUT_SIZES}
     return [f"{name}{size}" for name, size in sizes.items() if size > 1]

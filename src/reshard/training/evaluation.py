@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.base.errors import Problem, when
 from reshard.training import data
-from reshard.training.data.tokens import Lengths
+from reshard.training.data.tokens import RecordLengths
 from reshard.training.methods import is_rewarded
 from reshard.training.run import Run
 
@@ -20,7 +20,7 @@ class Evaluation:
     records: int
     when: str
     """For example `once an epoch, 8 records at a time`."""
-    lengths: Lengths | None = None
+    lengths: RecordLengths | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""

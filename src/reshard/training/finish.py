@@ -17,21 +17,21 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.commands.conversion import Conversion, How, convert
 from reshard.formats import huggingface, open_checkpoint
 from reshard.guard.end.acceptance import Origin
-from reshard.guard.end.complete import RECORD
+from reshard.guard.end.completeness import RUN_RECORD
 from reshard.guard.end.failure import Failure
-from reshard.guard.end.final import Finished, made, named, options_for
-from reshard.guard.end.publish import UNCHECKED
+from reshard.guard.end.final_folder import FinishedRun, made, named, options_for
+from reshard.guard.end.publish import UNCHECKED_SUFFIX
 from reshard.hub.pull import here
 from reshard.training.engine import Trained
-from reshard.training.engines import engine_of, final_dtype
-from reshard.training.launching.ending import end
+from reshard.training.engine_registry import engine_of, final_dtype
+from reshard.training.launching.end_of_run import end
 from reshard.training.run import Run
-from reshard.training.worker import TRAINED
+from reshard.training.worker import TRAINED_FILE
 
 FINAL, MERGED = "final", "merged"
 
 
-def finish(run: Run) -> Finished:
+def finish(run: Run) -> FinishedRun:
     """Make and check the final folder of a run that has finished training.
 
     If a check fails, the folders keep the suffix `.unchecked`, and nothing else changes. What the user has added to
@@ -39,7 +39,7 @@ def finish(run: Run) -> Finished:
     """
     trained = read_trained(run)
     final, merged = run.output / FINAL, run.output / MERGED if run.lora and run.merge else None
-    drafts = {place: place.with_name(place.name + UNCHECKED) for place in (final, merged) if place}
+    drafts = {place: place.with_name(place.name + UNCHECKED_SUFFIX) for place in (final, merged) if place}
     for draft in drafts.values():
         shutil.rmtree(draft, ignore_errors=True)
     origin = Origin(run.model, bool(run.options.get("trust_remote_code")))
@@ -68,7 +68,7 @@ def finish(run: Run) -> Finished:
 
 def read_trained(run: Run) -> Trained:
     """What the run recorded after its last step. Raises ReshardError if training did not finish."""
-    path = run.output / TRAINED
+    path = run.output / TRAINED_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return Trained(Path(content["checkpoint"]), int(content["step"]), dict(content["digests"]))
@@ -90,7 +90,7 @@ def _bits(run: Run, trained: Trained, folder: Path) -> str:
             Problem(
                 "digests-missing",
                 "the ranks saved no digests of the trained weights",
-                file=str(run.output / TRAINED),
+                file=str(run.output / TRAINED_FILE),
             )
         )
     if problems:
@@ -107,7 +107,7 @@ def export(
     `dtype` is that of the base by default. `merge` merges the adapter of a LoRA run into its base; `how` are fields of
     `conversion.How`. Raises ReshardError if there is no record.
     """
-    run, opened = Run.read(checkpoint / RECORD), open_checkpoint(checkpoint)
+    run, opened = Run.read(checkpoint / RUN_RECORD), open_checkpoint(checkpoint)
     if run.lora and opened.format == huggingface.NAME:
         raise ReshardError(
             "adapter-already-merged",
@@ -120,6 +120,6 @@ def export(
         options,
         dtype=dtype or final_dtype(run),
         no_tokenizer=False,
-        beside={**options.beside, RECORD: checkpoint / RECORD},
+        beside={**options.beside, RUN_RECORD: checkpoint / RUN_RECORD},
     )
     return convert(checkpoint, destination, options, How(**how))

@@ -1,6 +1,6 @@
 """Training methods: the data that each learns from, and the numbers that show whether training works.
 
-To add one, add an entry here, and one in each engine that has it (`trl/methods.py`). It imports no framework.
+To add one, add an entry here, and one in each engine that has it (`trl/trl_methods.py`). It imports no framework.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from reshard.base.errors import Problem
 
 
 @dataclass(frozen=True)
-class Measure:
+class TrainingMeasure:
     """A value that steps measure: its `name` in `metrics.jsonl`, and the `words` for it in texts and charts.
 
     An evaluation measures it as `eval_NAME`.
@@ -21,12 +21,12 @@ class Measure:
     words: str
 
 
-LOSS = Measure("loss", "loss")
-TOKEN_ACCURACY = Measure("mean_token_accuracy", "token accuracy")
+LOSS_MEASURE = TrainingMeasure("loss", "loss")
+TOKEN_ACCURACY_MEASURE = TrainingMeasure("mean_token_accuracy", "token accuracy")
 
 
 @dataclass(frozen=True)
-class Method:
+class TrainingMethod:
     """A method. `help` is a line of `reshard train --help`; `shapes` are some of `data.records.SHAPES`.
 
     `headline` are the measures that show whether training works, the most important first. The progress line shows
@@ -37,55 +37,55 @@ class Method:
     name: str
     help: str
     shapes: tuple[str, ...]
-    headline: tuple[Measure, ...] = (LOSS,)
+    headline: tuple[TrainingMeasure, ...] = (LOSS_MEASURE,)
     generates: bool = False
     """Whether the data are only prompts, which the model answers."""
     rewarded: bool = False
     """Whether `--reward` rates the answers, in groups of answers to the same prompt."""
 
 
-CHATS = ("chat", "ShareGPT", "Alpaca")
+CHAT_SHAPES = ("chat", "ShareGPT", "Alpaca")
 """Shapes of data that become `messages`."""
 _PAIRS = ("preference pairs",)
 _PROMPTS = ("prompts",)
-_MARGIN = Measure("rewards/margins", "margin")
-_REWARDS = (Measure("reward", "reward"), Measure("kl", "KL divergence"))
+_MARGIN = TrainingMeasure("rewards/margins", "margin")
+_REWARDS = (TrainingMeasure("reward", "reward"), TrainingMeasure("kl", "KL divergence"))
 
 METHODS = {
     method.name: method
     for method in (
-        Method(
+        TrainingMethod(
             "sft",
             "Supervised fine-tuning: chats, also with images, prompt and completion, plain text, or tokens.",
-            (*CHATS, "prompt and completion", "plain text", "tokens"),
-            (LOSS, TOKEN_ACCURACY),
+            (*CHAT_SHAPES, "prompt and completion", "plain text", "tokens"),
+            (LOSS_MEASURE, TOKEN_ACCURACY_MEASURE),
         ),
-        Method(
+        TrainingMethod(
             "dpo",
             "Direct preference optimization: pairs of a chosen and a rejected answer.",
             _PAIRS,
-            (Measure("rewards/accuracies", "accuracy"), _MARGIN, LOSS),
+            (TrainingMeasure("rewards/accuracies", "accuracy"), _MARGIN, LOSS_MEASURE),
         ),
-        Method(
+        TrainingMethod(
             "kto",
             "Kahneman-Tversky optimization: answers, each marked good or bad.",
             ("rated answers",),
-            (_MARGIN, LOSS),
+            (_MARGIN, LOSS_MEASURE),
         ),
-        Method(
+        TrainingMethod(
             "reward",
             "A reward model: pairs of a chosen and a rejected answer.",
             _PAIRS,
-            (Measure("accuracy", "accuracy"), Measure("margin", "margin"), LOSS),
+            (TrainingMeasure("accuracy", "accuracy"), TrainingMeasure("margin", "margin"), LOSS_MEASURE),
         ),
-        Method(
+        TrainingMethod(
             "distillation",
             "On-policy distillation: prompts, and a teacher model for the model's answers.",
             _PROMPTS,
-            (LOSS, Measure("entropy", "entropy")),
+            (LOSS_MEASURE, TrainingMeasure("entropy", "entropy")),
             generates=True,
         ),
-        Method(
+        TrainingMethod(
             "grpo",
             "Group relative policy optimization: prompts, and rewards for the model's answers.",
             _PROMPTS,
@@ -93,7 +93,7 @@ METHODS = {
             generates=True,
             rewarded=True,
         ),
-        Method(
+        TrainingMethod(
             "rloo",
             "REINFORCE leave-one-out: prompts, and rewards for the model's answers.",
             _PROMPTS,
@@ -105,13 +105,13 @@ METHODS = {
 }
 """Methods by the names that users type."""
 
-EXPERIMENTAL = ("orpo", "cpo", "gkd")
+EXPERIMENTAL_METHODS = ("orpo", "cpo", "gkd")
 """Methods whose trainers TRL 1.16 declares experimental, in `trl.experimental.NAME`."""
 
 
 def elsewhere(name: str) -> Problem | None:
     """The problem of a method that is not offered here, with the class to use instead; None for any other name."""
-    if name.lower() not in EXPERIMENTAL:
+    if name.lower() not in EXPERIMENTAL_METHODS:
         return None
     title = name.upper()
     return Problem(
@@ -135,25 +135,25 @@ def is_rewarded(method: str) -> bool:
     return METHODS[method].rewarded
 
 
-def headline(method: str | None) -> tuple[Measure, ...]:
+def headline(method: str | None) -> tuple[TrainingMeasure, ...]:
     """The most important measures of a method; the loss if the method is unknown."""
-    return METHODS[method].headline if method in METHODS else (LOSS,)
+    return METHODS[method].headline if method in METHODS else (LOSS_MEASURE,)
 
 
 def words_for(name: str) -> str:
     """The words for a measure, by its name in `metrics.jsonl`; the name itself if there are none."""
-    known = (*COMMON, *(each for method in METHODS.values() for each in method.headline))
+    known = (*COMMON_MEASURES, *(each for method in METHODS.values() for each in method.headline))
     return next((measure.words for measure in known if measure.name == name), name)
 
 
-COMMON = (
-    LOSS,
-    Measure("learning_rate", "learning rate"),
-    Measure("grad_norm", "gradient norm"),
-    Measure("speed", "tokens per second"),
-    Measure("memory", "memory"),
-    Measure("reward_std", "standard deviation of the reward"),
-    Measure("completions/mean_length", "tokens per completion"),
-    TOKEN_ACCURACY,
+COMMON_MEASURES = (
+    LOSS_MEASURE,
+    TrainingMeasure("learning_rate", "learning rate"),
+    TrainingMeasure("grad_norm", "gradient norm"),
+    TrainingMeasure("speed", "tokens per second"),
+    TrainingMeasure("memory", "memory"),
+    TrainingMeasure("reward_std", "standard deviation of the reward"),
+    TrainingMeasure("completions/mean_length", "tokens per completion"),
+    TOKEN_ACCURACY_MEASURE,
 )
 """Measures of several methods."""

@@ -9,15 +9,15 @@ from typing import Annotated
 
 from reshard.base.argument_checks import StrPath
 from reshard.base.options import About, options_of
-from reshard.training.data.records import DATA_SHAPES
+from reshard.training.data.records import SFT_SHAPES
 
-ENGINES = ("trl", "megatron")
+ENGINE_NAMES = ("trl", "megatron")
 """Packages next to this module, by the names that users type."""
-PARALLEL = ("ddp", "fsdp2", "zero2", "zero3", "tp")
+PARALLEL_PLANS = ("ddp", "fsdp2", "zero2", "zero3", "tp")
 """How TRL can shard a model."""
-Text = str | None
-Local = str | Path | None
-Data = StrPath | Sequence[StrPath] | None
+OptionalText = str | None
+OptionalPath = str | Path | None
+DataPaths = StrPath | Sequence[StrPath] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class RunOptions:
     model: Annotated[StrPath | None, About("Hugging Face folder or Hub model (Org/Model) to start from.")] = (
         None
     )
-    model_revision: Annotated[Text, About("Branch, tag or commit of a Hub model.", "NAME")] = None
+    model_revision: Annotated[OptionalText, About("Branch, tag or commit of a Hub model.", "NAME")] = None
     data: Annotated[
-        Data,
+        DataPaths,
         About(
             "JSONL or Parquet file, a folder of them, or a Hub dataset (Org/Set). Several are mixed by weight, for "
             "example a.jsonl:0.7.",
@@ -37,21 +37,28 @@ class RunOptions:
         ),
     ] = None
     output: Annotated[
-        Local, About("Output folder. Its folder final has the trained model.", "DIR", also="-o")
+        OptionalPath, About("Output folder. Its folder final has the trained model.", "DIR", also="-o")
     ] = None
-    eval_data: Annotated[Data, About("Data to evaluate on during training.", "PATH[:WEIGHT]")] = None
-    dataset_config: Annotated[Text, About("Configuration of a Hub dataset.", "NAME")] = None
-    dataset_train_split: Annotated[Text, About("Split of a Hub dataset for --data.", "NAME")] = "train"
-    dataset_test_split: Annotated[Text, About("Split of a Hub dataset for --eval-data.", "NAME")] = "test"
-    data_shape: Annotated[Text, About("Shape of records that fit several.", choices=DATA_SHAPES)] = None
-    system: Annotated[Text, About("System message for chats that have none.", "TEXT")] = None
-    token_cache: Annotated[bool, About("Cache the tokens in ~/.cache/reshard for the next run.")] = True
-    engine: Annotated[str, About("trl, or megatron (experimental) for TP, PP and EP.", choices=ENGINES)] = (
-        "trl"
+    eval_data: Annotated[DataPaths, About("Data to evaluate on during training.", "PATH[:WEIGHT]")] = None
+    dataset_config: Annotated[OptionalText, About("Configuration of a Hub dataset.", "NAME")] = None
+    dataset_train_split: Annotated[OptionalText, About("Split of a Hub dataset for --data.", "NAME")] = (
+        "train"
     )
+    dataset_test_split: Annotated[OptionalText, About("Split of a Hub dataset for --eval-data.", "NAME")] = (
+        "test"
+    )
+    data_shape: Annotated[OptionalText, About("Shape of records that fit several.", choices=SFT_SHAPES)] = (
+        None
+    )
+    system: Annotated[OptionalText, About("System message for chats that have none.", "TEXT")] = None
+    token_cache: Annotated[bool, About("Cache the tokens in ~/.cache/reshard for the next run.")] = True
+    engine: Annotated[
+        str, About("trl, or megatron (experimental) for TP, PP and EP.", choices=ENGINE_NAMES)
+    ] = "trl"
     lora: Annotated[bool, About("Train LoRA adapters, or all weights.", off="--full")] = False
     parallel: Annotated[
-        Text, About("How TRL shards the model; by default tp if --tp is above 1, or ddp.", choices=PARALLEL)
+        OptionalText,
+        About("How TRL shards the model; by default tp if --tp is above 1, or ddp.", choices=PARALLEL_PLANS),
     ] = None
     tp: Annotated[int, About("Tensor-parallel size.", "N", least=1)] = 1
     pp: Annotated[int, About("Pipeline-parallel size (megatron).", "N", least=1)] = 1
@@ -63,7 +70,7 @@ class RunOptions:
     ] = "auto"
     nnodes: Annotated[int, About("Number of nodes; start a run on each.", "N", least=1, also="--nodes")] = 1
     node_rank: Annotated[int, About("Rank of this node, from 0.", "R")] = 0
-    rendezvous: Annotated[Text, About("Address of the first node.", "HOST:PORT")] = None
+    rendezvous: Annotated[OptionalText, About("Address of the first node.", "HOST:PORT")] = None
     max_restarts: Annotated[int, About("Restart failed ranks up to N times.", "N")] = 0
     reward: Annotated[
         str | Sequence[str] | None,
@@ -85,17 +92,19 @@ class StartOptions(RunOptions):
     """Those, and how to start the run."""
 
     config: Annotated[
-        Local,
+        OptionalPath,
         About("YAML file with options of reshard and of the engine, which other options override.", "FILE"),
     ] = None
     dry_run: Annotated[bool, About("Check everything, print the plan, and stop.")] = False
     gpus: Annotated[
-        Text,
+        OptionalText,
         About("With --dry-run, plan for N GPUs per node of another machine, for example H100:8.", "N|NAME:N"),
     ] = None
-    gpu_memory: Annotated[Text, About("With --gpus N, memory of each GPU, for example 80GB.", "SIZE")] = None
+    gpu_memory: Annotated[
+        OptionalText, About("With --gpus N, memory of each GPU, for example 80GB.", "SIZE")
+    ] = None
     slurm: Annotated[
-        Text,
+        OptionalText,
         About(
             "Submit the run to Slurm: partition=gpu,nodes=2,gpus_per_node=8,time=720 (minutes).",
             "NAME=VALUE,…",
@@ -104,5 +113,5 @@ class StartOptions(RunOptions):
     overwrite: Annotated[bool, About("Replace the files of an earlier run in --output.")] = False
 
 
-OURS = {each.name: each for each in options_of(RunOptions)}
+RUN_OPTIONS = {each.name: each for each in options_of(RunOptions)}
 """The options of a run by their names; every other name is an option of the engine."""

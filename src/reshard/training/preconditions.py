@@ -10,22 +10,22 @@ from typing import Any
 
 from reshard.base.errors import Problem, ReshardError, listed, memory_size, when
 from reshard.checks.environment import Environment, Gpu
-from reshard.checks.machine import more_processes_than_gpus, torch_without_cuda
-from reshard.checks.place import Place
+from reshard.checks.location import Location
+from reshard.checks.machine_checks import more_processes_than_gpus, torch_without_cuda
 from reshard.checks.remedies import in_words_of
 from reshard.checks.rules import told
 from reshard.folders.companions import CONFIG
-from reshard.guard.before.outputs import unwritable
-from reshard.guard.end.complete import RECORD, SAVED
+from reshard.guard.before.checkpoint_output import unwritable
+from reshard.guard.end.completeness import RUN_RECORD, SAVED_FILE
 from reshard.stores.hub import url_of
-from reshard.training import data, outputs
-from reshard.training.data.images import has_processor
-from reshard.training.data.mix import Mix, are_indexed
-from reshard.training.engines import engine_of
-from reshard.training.findings import in_short, of_fact
+from reshard.training import data, output_folder
+from reshard.training.data.mix import DataMix, are_indexed
+from reshard.training.data.record_images import has_processor
+from reshard.training.engine_registry import engine_of
+from reshard.training.findings_as_problems import in_short, of_fact
 from reshard.training.run import Run, config_of, read_record
 
-HARMLESS = (
+HARMLESS_CODES = (
     "checkpoint-use-cache",
     "checkpoint-tokenizer-of-5",
     "checkpoint-no-template",
@@ -51,7 +51,7 @@ def ranks(processes: int, gpus: list[Gpu]) -> Iterator[Problem]:
 def model(run: Run) -> Iterator[Problem]:
     """Problems unless the folder is a Hugging Face one with complete weights; other findings of the doctor about it."""
     from reshard.commands.inspection import inspect_checkpoint  # with all formats
-    from reshard.diagnosis.targets.checkpoints import diagnose_checkpoint
+    from reshard.diagnosis.targets.checkpoint_problems import diagnose_checkpoint
 
     try:
         inspection = inspect_checkpoint(run.model)
@@ -72,7 +72,7 @@ def model(run: Run) -> Iterator[Problem]:
         return
     own = {problem.code: problem for problem in inspection.problems}
     for finding in findings:
-        if finding.code not in HARMLESS:
+        if finding.code not in HARMLESS_CODES:
             said = own.get(finding.code)
             yield in_words_of("train", said) if said else in_short(finding)
     yield from _named(found.path)
@@ -142,30 +142,30 @@ def unindexed(run: Run) -> Iterator[Problem]:
         )
 
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
+SINGLE_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
 
 
 def _named(folder: Path) -> list[Problem]:
     """A problem for weight files that reshard finds, but transformers does not, as it needs usual names or an index."""
-    names = [path for name in WEIGHTS for path in (folder / name, folder / f"{name}.index.json")]
+    names = [path for name in SINGLE_WEIGHT_FILES for path in (folder / name, folder / f"{name}.index.json")]
     return when(
         not any(path.is_file() for path in names),
         "weights-misnamed",
         "transformers does not find the weights: they have other names, and no index names them",
         file=str(folder),
-        expected=f"{WEIGHTS[0]}, or {WEIGHTS[0]}.index.json",
-        found=", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES)[:3]),
+        expected=f"{SINGLE_WEIGHT_FILES[0]}, or {SINGLE_WEIGHT_FILES[0]}.index.json",
+        found=", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)[:3]),
         remedy=f"reshard convert {folder} {folder.name}-named --to huggingface, and train on that; or download the "
         "index as well",
     )
 
 
-SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 def template(folder: Path) -> Problem:
     """The doctor's problem for a tokenizer without chat template, if the data are chats."""
-    return in_short(told("checkpoint-no-template", [Place(str(folder))]), "error")
+    return in_short(told("checkpoint-no-template", [Location(str(folder))]), "error")
 
 
 def output(run: Run, *, overwrite: bool) -> Iterator[Problem]:
@@ -173,7 +173,7 @@ def output(run: Run, *, overwrite: bool) -> Iterator[Problem]:
     if run.resume:
         yield from _resumable(run)
     else:
-        yield from outputs.refused(run, overwrite=overwrite)
+        yield from output_folder.refused(run, overwrite=overwrite)
     yield from unwritable(run.output, "-o")
 
 
@@ -190,20 +190,20 @@ def _resumable(run: Run) -> Iterator[Problem]:
             file=str(run.output),
             expected=kept.expected,
             remedy=f"this is a checkpoint: pass the folder of the run, -o {run.output.parent}"
-            if (run.output / SAVED).is_file()
+            if (run.output / SAVED_FILE).is_file()
             else "leave out --resume, or pass the output of the run to continue",
         )
         return
     try:
         record = read_record(
-            next(path / RECORD for path in (checkpoint, run.output) if (path / RECORD).is_file())
+            next(path / RUN_RECORD for path in (checkpoint, run.output) if (path / RUN_RECORD).is_file())
         )
     except (ReshardError, StopIteration):
         yield Problem(
             "checkpoint-without-run",
             "the checkpoint does not record its run",
             file=str(checkpoint),
-            expected=RECORD,
+            expected=RUN_RECORD,
             remedy="start over in another folder",
         )
         return
@@ -257,7 +257,7 @@ def _same_data(run: Run, record: Mapping[str, Any]) -> Iterator[Problem]:
             )
 
 
-def _differ(digest: str | None, mix: Mix) -> bool:
+def _differ(digest: str | None, mix: DataMix) -> bool:
     """Whether the digest of the data differs from the recorded one; missing data is reported elsewhere."""
     try:
         return digest not in (None, data.digest_of(mix))
@@ -283,8 +283,8 @@ def disk(run: Run, needed: int) -> list[Problem]:
 def config_problems(path: Path) -> list[Problem]:
     """The doctor's findings about a script or config for a run. Raises ReshardError if the file is neither."""
     from reshard.diagnosis import diagnose
-    from reshard.diagnosis.targets.launches import run_by_several
+    from reshard.diagnosis.targets.launch_scripts import run_by_several
 
     # The doctor cannot know whether several processes will run a script; here they will.
-    found = run_by_several(str(path), diagnose(path), Place("reshard train"), 2)
+    found = run_by_several(str(path), diagnose(path), Location("reshard train"), 2)
     return [in_short(each) for each in found]

@@ -10,32 +10,38 @@ from typing import Any, TypeVar
 
 from reshard.base.errors import GIB, Problem, ReshardError, memory_size, when
 from reshard.checks.environment import Environment, Gpu, look_around
-from reshard.guard.end.complete import RECORD
+from reshard.guard.end.completeness import RUN_RECORD
 from reshard.training import data, evaluation, memory, preconditions
-from reshard.training.data.drawn import Drawn, drawn_of, first_of, lengths_of, unheard, unlike
-from reshard.training.data.faults import Template
-from reshard.training.data.images import Viewer, unsupported
-from reshard.training.data.mix import Mix, are_indexed
+from reshard.training.data.mix import DataMix, are_indexed
+from reshard.training.data.record_faults import TemplateLimits
+from reshard.training.data.record_images import ImageViewer, unsupported
 from reshard.training.data.records import seen
-from reshard.training.data.tokens import LOOKED_AT, LOOKED_AT_IMAGES, Lengths, probe, samples
-from reshard.training.engine import Batches, Precision, Reading
-from reshard.training.engines import engine_of, final_dtype
+from reshard.training.data.source_samples import DrawnSource, drawn_of, first_of, lengths_of, unheard, unlike
+from reshard.training.data.tokens import (
+    MEASURED_IMAGE_RECORDS,
+    MEASURED_RECORDS,
+    RecordLengths,
+    probe,
+    samples,
+)
+from reshard.training.engine import SequenceReading, StateBytes, StepCounts
+from reshard.training.engine_registry import engine_of, final_dtype
 from reshard.training.evaluation import Evaluation
-from reshard.training.findings import lacking
+from reshard.training.findings_as_problems import lacking
 from reshard.training.launching import launch
-from reshard.training.launching.places import place_of
-from reshard.training.memory import Memory
+from reshard.training.launching.rank_environment import launched_rank
+from reshard.training.memory import MemoryEstimate
 from reshard.training.methods import generates
-from reshard.training.outlook import Preflight, Room
-from reshard.training.planning.gpus import Machine, planned_for
-from reshard.training.planning.plans import Asked, plans_of
-from reshard.training.request import check
+from reshard.training.planning.gpu_models import PlannedMachine, planned_for
+from reshard.training.planning.plans import PlannedRun, plans_of
+from reshard.training.preflight_report import MemoryRoom, Preflight
 from reshard.training.run import Run
+from reshard.training.run_request import check
 from reshard.training.show import trackers
-from reshard.training.tokenizer import tokenizer_missing, tokenizer_of
+from reshard.training.tokenizer_check import tokenizer_missing, tokenizer_of
 
 T = TypeVar("T")
-OF_THIS_MACHINE = (
+MACHINE_CODES = (
     "run-exceeds-memory",
     "env-more-processes-than-gpus",
     "env-torch-without-cuda",
@@ -52,7 +58,7 @@ def preflight(
     *,
     overwrite: bool = False,
     environment: Environment | None = None,
-    machine: Machine | None = None,
+    machine: PlannedMachine | None = None,
 ) -> Preflight:
     """Check everything on which a run depends, and collect its problems. Starts nothing, writes nothing.
 
@@ -62,16 +68,18 @@ def preflight(
         return look_first(run, overwrite=overwrite, environment=environment).further()
     there = machine.environment()
     with planned_for(there):
-        return Looking(run, there, overwrite, machine).first().further()
+        return UnfinishedPreflight(run, there, overwrite, machine).first().further()
 
 
-def look_first(run: Run, *, overwrite: bool = False, environment: Environment | None = None) -> Looking:
+def look_first(
+    run: Run, *, overwrite: bool = False, environment: Environment | None = None
+) -> UnfinishedPreflight:
     """Check what can be checked without the engine's packages, which take seconds to import."""
-    return Looking(run, environment or look_around(), overwrite).first()
+    return UnfinishedPreflight(run, environment or look_around(), overwrite).first()
 
 
 @dataclass
-class Looking:
+class UnfinishedPreflight:
     """A preflight in progress, which another process can continue.
 
     Options and data come first, then the model's folder, then what needs the engine's packages. Problems of one check
@@ -81,7 +89,7 @@ class Looking:
     run: Run
     environment: Environment
     overwrite: bool = False
-    machine: Machine | None = None
+    machine: PlannedMachine | None = None
     found: list[Problem] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     """All options of the engine; empty if some are wrong."""
@@ -89,11 +97,11 @@ class Looking:
     world_size: int = 1
     placed: bool = True
     """Whether another launcher has started this process."""
-    sources: list[Drawn] = field(default_factory=list)
-    held_out: list[Drawn] = field(default_factory=list)
+    sources: list[DrawnSource] = field(default_factory=list)
+    held_out: list[DrawnSource] = field(default_factory=list)
     """The sources of the evaluation data."""
     final_dtype: str | None = None
-    viewer: Viewer = field(default_factory=Viewer)
+    viewer: ImageViewer = field(default_factory=ImageViewer)
     """Looks at the images of all data."""
     result: Preflight = field(init=False)
     """What is known when the engine's packages can be used."""
@@ -106,9 +114,9 @@ class Looking:
     @property
     def stops(self) -> bool:
         """Whether there are problems that would be problems on any machine."""
-        return any(each.severity == "error" and each.code not in OF_THIS_MACHINE for each in self.found)
+        return any(each.severity == "error" and each.code not in MACHINE_CODES for each in self.found)
 
-    def first(self) -> Looking:
+    def first(self) -> UnfinishedPreflight:
         """Check options and data, then the model's folder."""
         self._request()
         if not self.stops:
@@ -137,7 +145,7 @@ class Looking:
         self.found += preconditions.output(run, overwrite=self.overwrite)
         self._try(lambda: self.found.extend(evaluation.held_out(run)))
 
-    def _read(self, template: Template) -> None:
+    def _read(self, template: TemplateLimits) -> None:
         """Read all data; problems of records are reported after all are read."""
         self.sources = self._sources(self.run.data, template)
         self.held_out = self._sources(self.run.eval_data, template) if self.run.eval_data else []
@@ -189,7 +197,7 @@ class Looking:
     def _ranks(self) -> tuple[int, int]:
         """The processes on this node, and on all nodes. Problems of the launcher's variables are reported."""
         try:
-            place = place_of(self.run, self.environment.variables)
+            place = launched_rank(self.run, self.environment.variables)
         except ReshardError as error:
             self.found += error.problems
             place = None
@@ -202,16 +210,16 @@ class Looking:
         processes = self.run.ranks.nproc or len(self.gpus) or 1
         return processes, processes * self.run.ranks.nnodes
 
-    def _sources(self, mix: Mix, template: Template) -> list[Drawn]:
+    def _sources(self, mix: DataMix, template: TemplateLimits) -> list[DrawnSource]:
         template = replace(template, rows=preconditions.embedding_rows(self.run))
         sources, wrong = drawn_of(mix, self.run.method, template, view=self.viewer, **self.run.reading)
         self.found += wrong
         return sources
 
-    def _indexed(self, run: Run) -> Lengths:
+    def _indexed(self, run: Run) -> RecordLengths:
         """Check Megatron's indexed datasets. Returns the lengths of an epoch's sequences, zeros if unknown."""
         look = engine_of(run).indexed
-        return (self._try(lambda: look(run)) if look else None) or Lengths(0, 0, 0, 0, 0, 0)
+        return (self._try(lambda: look(run)) if look else None) or RecordLengths(0, 0, 0, 0, 0, 0)
 
     def _evaluated(self, tokenizer: Any) -> Evaluation | None:
         """Check the evaluation data in the same way as the training data."""
@@ -229,7 +237,7 @@ class Looking:
         lengths = None if wrong else self._lengths(run, self.held_out, tokenizer, reading)
         return Evaluation(records, when, lengths)
 
-    def _sized(self, tokenizer: Any, indexed: Lengths | None) -> None:
+    def _sized(self, tokenizer: Any, indexed: RecordLengths | None) -> None:
         """Tokens and steps, and with them memory and disk."""
         run, engine, result = self.run, engine_of(self.run), self.result
         reading = self._reading(run, {"text": ""} if indexed else first_of(result.sources))
@@ -251,7 +259,7 @@ class Looking:
         usual = lengths.tokens // max(lengths.records, 1) if lengths and not reading.full else longest
         self._fitted(replace(batches, length=longest), result.precision, min(usual, longest) or longest)
 
-    def _fitted(self, batches: Batches, precision: Precision, usual: int) -> None:
+    def _fitted(self, batches: StepCounts, precision: StateBytes, usual: int) -> None:
         """Memory and disk for the longest sequences, and the plans for another machine, for `usual` ones."""
         run, result, world_size, on_cpu = self.run, self.result, self.world_size, not self.gpus
         needed = self._try(lambda: memory.estimate(run, batches, precision, world_size, gpu=not on_cpu))
@@ -259,9 +267,11 @@ class Looking:
             return
         available = memory.available(replace(self.environment, gpus=self.gpus), self.processes)
         available = int(available * (1 - engine_of(run).estimates.reserved(run)))
-        room = Room(needed, available, on_cpu, memory.by_length(run, batches, precision, world_size))
+        room = MemoryRoom(needed, available, on_cpu, memory.by_length(run, batches, precision, world_size))
         if self.machine:
-            plans = result.plans = plans_of(Asked(run, result.records, batches.length, usual), self.machine)
+            plans = result.plans = plans_of(
+                PlannedRun(run, result.records, batches.length, usual), self.machine
+            )
             self.found += [plans.problem] if plans.problem else []
         elif not room.fits:
             more = memory.plan_that_fits(
@@ -274,12 +284,14 @@ class Looking:
         self.found += [replace(each, severity="warning") if self.machine else each for each in on_disk]
         result.room = room
 
-    def _reading(self, run: Run, first: dict[str, Any]) -> Reading:
+    def _reading(self, run: Run, first: dict[str, Any]) -> SequenceReading:
         """How records are read; those with images all in one shape, for the collator."""
         found = engine_of(run).reading(run, self.options, first)
         return replace(found, mixed=found.mixed and not self.viewer.seen)
 
-    def _lengths(self, run: Run, sources: list[Drawn], tokenizer: Any, reading: Reading) -> Lengths | None:
+    def _lengths(
+        self, run: Run, sources: list[DrawnSource], tokenizer: Any, reading: SequenceReading
+    ) -> RecordLengths | None:
         if tokenizer is None:
             return None
         sample, most = self._sampler(run, tokenizer, reading)
@@ -292,17 +304,17 @@ class Looking:
         self.found += _lengths_wrong(run, found, f"--{reading.length}") if found else ()
         return found
 
-    def _sampler(self, run: Run, tokenizer: Any, reading: Reading) -> tuple[Any, int]:
+    def _sampler(self, run: Run, tokenizer: Any, reading: SequenceReading) -> tuple[Any, int]:
         """The function that makes the tokens of a record, if there is one, and for how many records."""
         of_images = engine_of(run).sampler
         if not (self.viewer.seen and of_images):
-            return partial(samples, tokenizer=tokenizer, learning=reading.learning), LOOKED_AT
+            return partial(samples, tokenizer=tokenizer, learning=reading.learning), MEASURED_RECORDS
         if self.viewer.refusal:
             return None, 0
-        return self._try(lambda: of_images(run, self.options, tokenizer)), LOOKED_AT_IMAGES
+        return self._try(lambda: of_images(run, self.options, tokenizer)), MEASURED_IMAGE_RECORDS
 
 
-def _lengths_wrong(run: Run, lengths: Lengths, longer: str) -> list[Problem]:
+def _lengths_wrong(run: Run, lengths: RecordLengths, longer: str) -> list[Problem]:
     about = "" if lengths.looked_at == lengths.records else "about "
     return [
         *when(
@@ -334,12 +346,14 @@ def _devices(gpus: list[Gpu]) -> str:
     return ", ".join(f"{count} × {name}" for name, count in names.items()) + f" with {least:.0f} GiB"
 
 
-def _seen(sources: list[Drawn]) -> int:
+def _seen(sources: list[DrawnSource]) -> int:
     """The records that an epoch uses."""
     return sum(each.seen for each in sources)
 
 
-def _doubtful(run: Run, records: int, batches: Batches, reading: Reading, viewer: Viewer) -> list[Problem]:
+def _doubtful(
+    run: Run, records: int, batches: StepCounts, reading: SequenceReading, viewer: ImageViewer
+) -> list[Problem]:
     return [
         *when(
             records < batches.samples and not reading.packed,
@@ -362,7 +376,7 @@ def _doubtful(run: Run, records: int, batches: Batches, reading: Reading, viewer
     ]
 
 
-def _longest(run: Run, batches: Batches, lengths: Lengths | None, reading: Reading) -> int:
+def _longest(run: Run, batches: StepCounts, lengths: RecordLengths | None, reading: SequenceReading) -> int:
     """Tokens of the longest sequence that must fit into memory; of a generated one, prompt and completion."""
     seen = lengths.longest if lengths else 0
     if generates(run.method):
@@ -373,7 +387,7 @@ def _longest(run: Run, batches: Batches, lengths: Lengths | None, reading: Readi
     return min(batches.length, seen) if batches.length else seen
 
 
-def _too_large(run: Run, room: Room) -> Problem:
+def _too_large(run: Run, room: MemoryRoom) -> Problem:
     others = [] if run.lora else ["--lora"]
     cure = f"this fits: {room.proposal}" if room.proposal else "no plan that was tried fits on these devices"
     more = ", ".join([*others, "more or larger GPUs", "shorter sequences"])
@@ -382,14 +396,16 @@ def _too_large(run: Run, room: Room) -> Problem:
         "run-exceeds-memory",
         "the run does not fit into memory",
         rule="weights, gradients, optimizer and activations are in memory at the same time",
-        expected=f"at most {memory_size(room.available * memory.USABLE)} in each process",
+        expected=f"at most {memory_size(room.available * memory.USABLE_SHARE)} in each process",
         found=f"{memory_size(room.needed.total)}: "
         + ", ".join(f"{name} {memory_size(size)}" for name, size in parts),
         remedy=f"{cure}; other ways: {more}",
     )
 
 
-def _on_disk(run: Run, options: dict[str, Any], needed: Memory, world_size: int, batches: Batches) -> int:
+def _on_disk(
+    run: Run, options: dict[str, Any], needed: MemoryEstimate, world_size: int, batches: StepCounts
+) -> int:
     """Maximum bytes of checkpoints and final folders: weights and optimizer of each one that is kept."""
     parts, kept = needed.parts, engine_of(run).checkpoints
     spread, states = kept.shares(run, world_size)
@@ -403,9 +419,9 @@ def _on_disk(run: Run, options: dict[str, Any], needed: Memory, world_size: int,
     return each * max(count, 1) + weights * (1 + (run.lora and run.merge) - run.lora)
 
 
-def _files(run: Run, batches: Batches | None) -> list[str]:
+def _files(run: Run, batches: StepCounts | None) -> list[str]:
     """The names of the files that will be in the output."""
     kept = engine_of(run).checkpoints
     checkpoint = kept.name(batches.steps) if batches else kept.pattern
-    names = [RECORD, "train.log", "metrics.jsonl", "report.html", f"{checkpoint}/", "final/"]
+    names = [RUN_RECORD, "train.log", "metrics.jsonl", "report.html", f"{checkpoint}/", "final/"]
     return [*names, *(["merged/"] if run.lora and run.merge else [])]

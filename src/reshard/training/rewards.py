@@ -18,7 +18,7 @@ from reshard.base.errors import Problem, ReshardError, when
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedReward:
     """The name of a reward. `source` is a module, or a file that ends in .py."""
 
     source: str
@@ -36,7 +36,7 @@ class Named:
         return self.source.endswith(".py")
 
 
-def named(text: str) -> Named:
+def named_rewards(text: str) -> NamedReward:
     """The reward that a `--reward` names. Raises ReshardError."""
     source, _, rest = text.partition(":")
     function, _, weight = rest.partition(":")
@@ -49,7 +49,7 @@ def named(text: str) -> Named:
             remedy="for example rewards:score for the function score in rewards.py",
         )
     try:
-        return Named(source, function, float(weight) if weight else None)
+        return NamedReward(source, function, float(weight) if weight else None)
     except ValueError:
         raise ReshardError(
             "reward-weight-no-number",
@@ -64,7 +64,7 @@ def problems(names: Sequence[str], given: Any = None) -> list[Problem]:
     """Problems of rewards; `given` are the weights of `--reward_weights`, if any."""
     if found := [problem for name in names for problem in _of_one(name)]:
         return found
-    weighted = [name for name in names if named(name).weight is not None]
+    weighted = [name for name in names if named_rewards(name).weight is not None]
     repeated = [each for each in names if names.count(each) > 1]
     return [
         *when(
@@ -97,13 +97,13 @@ def _of_one(name: str) -> list[Problem]:
 
 def weights(names: Sequence[str]) -> list[float] | None:
     """The weight of each reward, 1 by default; None if no reward has one."""
-    found = [named(name).weight for name in names]
+    found = [named_rewards(name).weight for name in names]
     return None if all(each is None for each in found) else [1.0 if each is None else each for each in found]
 
 
 def load(name: str) -> Callable[..., Any]:
     """The function. Raises ReshardError saying whether the module or the function is missing."""
-    reward = named(name)
+    reward = named_rewards(name)
     module, function = reward.source, reward.function
     folder = str(reward.file.expanduser().absolute().parent if reward.in_file else Path.cwd())
     if folder not in sys.path:
@@ -125,19 +125,19 @@ def load(name: str) -> Callable[..., Any]:
             "the reward does not accept TRL's arguments",
             found=f"def {function}{inspect.signature(found)}",
             expected=f"def {function}(completions, **columns) -> list of float",
-            rule=f"TRL calls it with {', '.join(GIVEN)} and the columns of the data, each by its name",
+            rule=f"TRL calls it with {', '.join(REWARD_ARGUMENTS)} and the columns of the data, each by its name",
             remedy="add **columns to its arguments",
         )
     loaded: Callable[..., Any] = found
     return loaded
 
 
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """What TRL passes to a reward besides the columns of the data (`_calculate_rewards` of GRPOTrainer and RLOOTrainer)."""
 
 
 def _takes_all(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with `GIVEN`; assumed if its signature is unknown."""
+    """Whether a function can be called with `REWARD_ARGUMENTS`; assumed if its signature is unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -145,10 +145,10 @@ def _takes_all(function: Callable[..., Any]) -> bool:
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         return True
     named = {each.name for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY}
-    return named.issuperset(GIVEN)
+    return named.issuperset(REWARD_ARGUMENTS)
 
 
-def _import(reward: Named, folder: str) -> Any:
+def _import(reward: NamedReward, folder: str) -> Any:
     module = reward.source
     try:
         return _of_file(reward.file) if reward.in_file else import_module(module)

@@ -10,16 +10,16 @@ from typing import Any
 from reshard.algebra.layout import Layout
 from reshard.base.errors import UNUSABLE, ReshardError
 from reshard.base.plain_json import json_of
-from reshard.guard.end.complete import RECORD
-from reshard.training.data.mix import Mix, mix_of
-from reshard.training.options import OURS, RunOptions
+from reshard.guard.end.completeness import RUN_RECORD
+from reshard.training.data.mix import DataMix, mix_of
+from reshard.training.options import RUN_OPTIONS, RunOptions
 
-SIZES = ("tp", "pp", "vpp", "ep", "cp")
+LAYOUT_SIZES = ("tp", "pp", "vpp", "ep", "cp")
 """The sizes of a layout that can be set for a run."""
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RunProcesses:
     """The processes of a run, and their rendezvous. `nproc` is per node; 0 means one per GPU."""
 
     nproc: int = 0
@@ -35,17 +35,17 @@ class Run:
 
     method: str
     model: Path
-    data: Mix
+    data: DataMix
     output: Path
     engine: str = RunOptions.engine
     lora: bool = RunOptions.lora
     parallel: str = "ddp"
     layout: Layout = field(default_factory=Layout)
-    """Its `SIZES`. The remaining ranks are data parallel, and experts are sharded over `ep` of these."""
-    ranks: Ranks = field(default_factory=Ranks)
+    """Its `LAYOUT_SIZES`. The remaining ranks are data parallel, and experts are sharded over `ep` of these."""
+    ranks: RunProcesses = field(default_factory=RunProcesses)
     reward: tuple[str, ...] = ()
     """Each in the form that `rewards.named` reads, for methods with rewards."""
-    eval_data: Mix | None = None
+    eval_data: DataMix | None = None
     data_shape: str | None = RunOptions.data_shape
     system: str | None = RunOptions.system
     token_cache: bool = RunOptions.token_cache
@@ -68,13 +68,13 @@ class Run:
     @property
     def sizes(self) -> dict[str, int]:
         """Those of its layout that can be set."""
-        return {name: getattr(self.layout, name) for name in SIZES}
+        return {name: getattr(self.layout, name) for name in LAYOUT_SIZES}
 
     @property
     def asked(self) -> dict[str, Any]:
         """The options of `RunOptions` that describe it."""
         nested = {**self.sizes, **vars(self.ranks), "nproc": self.ranks.nproc or "auto"}
-        return {name: value for name, value in {**vars(self), **nested}.items() if name in OURS}
+        return {name: value for name, value in {**vars(self), **nested}.items() if name in RUN_OPTIONS}
 
     def as_dict(self) -> dict[str, Any]:
         """The requested settings, for `run.json`."""
@@ -90,13 +90,13 @@ class Run:
         told = known.get("reward") or ()  # older records have one name
         known["reward"] = (told,) if isinstance(told, str) else tuple(told)
         paths = {name: Path(known[name]) for name in ("model", "output")}
-        nested = {"layout": Layout(**known["layout"]), "ranks": Ranks(**known["ranks"])}
+        nested = {"layout": Layout(**known["layout"]), "ranks": RunProcesses(**known["ranks"])}
         return Run(**{**known, **paths, **nested})
 
     @staticmethod
     def read(path: Path) -> Run:
         """The run recorded in a file, or in a folder. Raises ReshardError."""
-        file = path / RECORD if path.is_dir() else path
+        file = path / RUN_RECORD if path.is_dir() else path
         return Run.of_dict(read_record(file))
 
 
@@ -119,7 +119,7 @@ def read_record(file: Path) -> dict[str, Any]:
             "no record of a run found",
             file=str(file),
             found=error.strerror,
-            expected=f"the {RECORD} that `reshard train` writes to its output and to each checkpoint",
+            expected=f"the {RUN_RECORD} that `reshard train` writes to its output and to each checkpoint",
             remedy="pass such a folder, or `reshard convert CHECKPOINT DST --base DIR`",
         ) from None
     except UNUSABLE as error:

@@ -1,8 +1,8 @@
 """Signals that end a run: all ranks finish the same step, save a checkpoint, and end.
 
-Each rank listens. Its engine calls `heard` after every step, agrees with the other ranks, saves, and raises `Stopped`.
-Python runs a signal's handler between two of its own instructions, which a rank that waits in a collective never
-reaches; so a thread reads which signals came, and ends the process if nothing else can.
+Each rank listens. Its engine calls `heard` after every step, agrees with the other ranks, saves, and raises
+`StoppedRun`. Python runs a signal's handler between two of its own instructions, which a rank that waits in a
+collective never reaches; so a thread reads which signals came, and ends the process if nothing else can.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.interrupts import raising
-from reshard.guard.supervise.lifetime import end_with_parent
-from reshard.guard.supervise.passing import Signals
+from reshard.guard.supervise.child_processes import end_with_parent
+from reshard.guard.supervise.signal_passing import PassedSignals
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals of schedulers, launchers and terminals before they end a process. SIGHUP stays ignored under nohup."""
-AGAIN = 2.0
+SECOND_PRESS_SECONDS = 2.0
 """Seconds after which another Ctrl-C counts as a second one: launchers also forward the terminal's to the ranks."""
 
 
-class Stopped(KeyboardInterrupt):
+class StoppedRun(KeyboardInterrupt):
     """Raised if a signal ends the run. All ranks raise it after the same `step`; None means before the first one.
 
     `checkpoint` is that of the step, or None if it was not saved, for the reason `why`.
@@ -54,9 +54,9 @@ class Stopped(KeyboardInterrupt):
         return f"{by} after step {self.step}, which is {'saved' if self.checkpoint else f'not saved: {self.why}'}"
 
 
-def late(number: int, seconds: int) -> Stopped:
-    """A `Stopped` for a step and its checkpoint that took longer than `seconds`."""
-    return Stopped(
+def late(number: int, seconds: int) -> StoppedRun:
+    """A `StoppedRun` for a step and its checkpoint that took longer than `seconds`."""
+    return StoppedRun(
         number,
         why=f"the step was not finished and saved within {seconds} seconds (--save-on-signal)"
         if seconds
@@ -64,7 +64,7 @@ def late(number: int, seconds: int) -> Stopped:
     )
 
 
-Ended = Callable[[Stopped], None]
+EndCallback = Callable[[StoppedRun], None]
 
 
 @dataclass
@@ -72,7 +72,7 @@ class _Listener:
     """Signals that this process received, and the seconds that a step may take afterwards; None for no limit."""
 
     seconds: int | None
-    ended: Ended | None
+    ended: EndCallback | None
     number: int = 0
     at: float = 0.0
     training: bool = False
@@ -81,16 +81,16 @@ class _Listener:
     def hear(self, number: int) -> None:
         """Record a signal. Before the first step, and at a second Ctrl-C, end the process."""
         now = time.monotonic()
-        again = self.number and number == signal.SIGINT and now - self.at > AGAIN
+        again = self.number and number == signal.SIGINT and now - self.at > SECOND_PRESS_SECONDS
         self.number, self.at = self.number or number, self.at or now
         if again:
-            self._end(Stopped(self.number, why="a second Ctrl-C ended it"))
+            self._end(StoppedRun(self.number, why="a second Ctrl-C ended it"))
         elif not self.training:
-            self._end(Stopped(self.number, why="no step was finished"))
+            self._end(StoppedRun(self.number, why="no step was finished"))
         elif self.seconds == 0:
             self._end(late(self.number, 0))
 
-    def watch(self, received: Signals) -> None:
+    def watch(self, received: PassedSignals) -> None:
         """Hear signals until the run is over, and end the process at its deadline."""
         import select
 
@@ -102,10 +102,10 @@ class _Listener:
                 self._end(late(self.number, self.seconds or 0))
             poll.poll(None if left is None else 1000 * left)
             for number in received.come():
-                if number in ENDING:
+                if number in ENDING_SIGNALS:
                     self.hear(number)
 
-    def _end(self, stop: Stopped) -> None:
+    def _end(self, stop: StoppedRun) -> None:
         with suppress(Exception):  # an error in reporting must not prevent the end
             if self.ended:
                 self.ended(stop)
@@ -117,14 +117,14 @@ _listener: _Listener | None = None
 
 
 @contextmanager
-def listening(seconds: int | None, ended: Ended | None = None) -> Iterator[None]:
-    """Listen for the signals of `ENDING`. `ended` is called in another thread, directly before the process ends itself.
+def listening(seconds: int | None, ended: EndCallback | None = None) -> Iterator[None]:
+    """Listen for the signals of `ENDING_SIGNALS`. `ended` is called in another thread, before the process ends itself.
 
     `seconds` limits what a step and its checkpoint may take; None if the launcher enforces a limit.
     """
     global _listener
     _listener = listener = _Listener(seconds, ended)
-    with Signals(ENDING, apart=True) as received:
+    with PassedSignals(ENDING_SIGNALS, apart=True) as received:
         # Forked processes handle their own signals: SIGTERM ends the workers of a DataLoader.
         os.register_at_fork(after_in_child=received.restore)
         thread = threading.Thread(target=listener.watch, args=(received,), daemon=True)
@@ -147,15 +147,15 @@ def with_steady_workers(loader: Any) -> Any:
     if inner.num_workers:
         inner.worker_init_fn = partial(_be_steady, inner.worker_init_fn)
         chosen = inner.multiprocessing_context
-        inner.multiprocessing_context = WAYS[chosen.get_start_method() if chosen else "fork"]()
+        inner.multiprocessing_context = CONTEXTS[chosen.get_start_method() if chosen else "fork"]()
     return loader
 
 
 class _Begun:
-    """A process that starts with the signals of `ENDING` blocked, until it can ignore them."""
+    """A process that starts with the signals of `ENDING_SIGNALS` blocked, until it can ignore them."""
 
     def start(self) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
         try:
             super().start()  # type: ignore[misc]
         finally:
@@ -178,19 +178,19 @@ class _Spawn(SpawnContext):
     Process = _Spawned
 
 
-WAYS: dict[str, type[BaseContext]] = {"fork": _Fork, "spawn": _Spawn}
+CONTEXTS: dict[str, type[BaseContext]] = {"fork": _Fork, "spawn": _Spawn}
 """How workers are started. SIGTERM ends a forkserver, Python's default from 3.14, and with it the workers."""
 
 
 def _be_steady(before: Callable[[int], Any] | None, number: int) -> None:
     """In a worker: end with the parent, and on SIGTERM from the parent; then run the loader's own function."""
     end_with_parent()
-    for each in ENDING:
+    for each in ENDING_SIGNALS:
         if each != signal.SIGTERM:
             signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # for the thread, which sees the sender
     threading.Thread(target=_end_when_asked, args=(os.getppid(),), daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDING} - {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDING_SIGNALS} - {signal.SIGTERM})
     if before:
         before(number)
 
@@ -218,5 +218,5 @@ def heard() -> int:
 
 
 def raised() -> AbstractContextManager[None]:
-    """Make the signals of `ENDING` raise `Stopped`, while no step runs."""
-    return raising(ENDING, partial(Stopped, why="no step was going on"))
+    """Make the signals of `ENDING_SIGNALS` raise `StoppedRun`, while no step runs."""
+    return raising(ENDING_SIGNALS, partial(StoppedRun, why="no step was going on"))

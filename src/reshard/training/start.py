@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import ReshardError
-from reshard.training import outputs, signals
-from reshard.training.engines import engine_of
-from reshard.training.launching import launch, slurm
-from reshard.training.launching.ending import Screen
-from reshard.training.launching.places import place_of
+from reshard.training import output_folder, signals
+from reshard.training.engine_registry import engine_of
+from reshard.training.launching import launch, slurm_job
+from reshard.training.launching.end_of_run import RunScreen
+from reshard.training.launching.rank_environment import launched_rank
 from reshard.training.launching.torchrun import Torchrun
-from reshard.training.options import OURS, StartOptions
-from reshard.training.outlook import Preflight
-from reshard.training.planning.gpus import Machine, machine_asked
+from reshard.training.options import RUN_OPTIONS, StartOptions
+from reshard.training.planning.gpu_models import PlannedMachine, machine_asked
 from reshard.training.preconditions import config_problems
-from reshard.training.preflight import OF_THIS_MACHINE, look_first, preflight
-from reshard.training.request import run_of
+from reshard.training.preflight import MACHINE_CODES, look_first, preflight
+from reshard.training.preflight_report import Preflight
 from reshard.training.run import Run
+from reshard.training.run_request import run_of
 from reshard.training.worker import restarted
 
 if TYPE_CHECKING:
-    from reshard.guard.end.final import Finished
+    from reshard.guard.end.final_folder import FinishedRun
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Outcome:
 
     status: int
     preflight: Preflight | None = None
-    finished: Finished | None = None
-    submitted: slurm.Submitted | None = None
+    finished: FinishedRun | None = None
+    submitted: slurm_job.SubmittedJob | None = None
     """The job, if the run was submitted to Slurm."""
 
     def __bool__(self) -> bool:
@@ -70,7 +70,9 @@ def trained(
     """
     asked = StartOptions(**given)
     config = Path(asked.config) if asked.config is not None else None
-    run = run_of(method, {name: value for name, value in given.items() if name in OURS}, rest, config, note)
+    run = run_of(
+        method, {name: value for name, value in given.items() if name in RUN_OPTIONS}, rest, config, note
+    )
     run = replace(run, options={**run.options, **(options or {})})
     here = asked.slurm is None
     machine = machine_asked(asked.gpus, asked.gpu_memory, run.ranks.nnodes, dry_run=asked.dry_run and here)
@@ -85,16 +87,20 @@ def trained(
         return found
 
     if here:
-        return run, _start(run, asked, machine, accepted, Screen(quiet=quiet, language=language))
+        return run, _start(run, asked, machine, accepted, RunScreen(quiet=quiet, language=language))
     return run, _submit(run, asked, accepted)
 
 
-Accepted = Callable[[Preflight], Preflight]
+AcceptPreflight = Callable[[Preflight], Preflight]
 """Shows what was found, and returns it. Raises ReshardError with all problems of the run."""
 
 
 def _start(
-    run: Run, asked: StartOptions, machine: Machine | None, accepted: Accepted, screen: Screen
+    run: Run,
+    asked: StartOptions,
+    machine: PlannedMachine | None,
+    accepted: AcceptPreflight,
+    screen: RunScreen,
 ) -> Outcome:
     """Train, or be one of the training ranks, and make the final folder.
 
@@ -102,12 +108,12 @@ def _start(
     Raises ReshardError with everything that prevents the run, before anything is started; also if ranks refuse to
     continue.
     """
-    if restarted() and place_of(run):
+    if restarted() and launched_rank(run):
         going_on = engine_of(run).checkpoints.last(run.output) is not None
         run, asked = replace(run, resume=going_on), replace(asked, overwrite=asked.overwrite or not going_on)
     leads = launch.leads(run)
     if asked.dry_run:  # another node can look at its own machine, too
-        here = leads or not place_of(run)
+        here = leads or not launched_rank(run)
         return Outcome(
             0, accepted(preflight(run, overwrite=asked.overwrite, machine=machine)) if here else None
         )
@@ -117,31 +123,31 @@ def _start(
     looking = look_first(run, overwrite=asked.overwrite)
     with (None if looking.stops else launch.ahead(run, looking.handed_on())) or nullcontext() as started:
         found = accepted((started and started.looked()) or looking.further())
-        with outputs.held(run):
+        with output_folder.held(run):
             if asked.overwrite and not run.resume:
-                outputs.clear(run)
+                output_folder.clear(run)
             return _through(run, found, started, screen)
 
 
-def _submit(run: Run, asked: StartOptions, accepted: Accepted) -> Outcome:
+def _submit(run: Run, asked: StartOptions, accepted: AcceptPreflight) -> Outcome:
     """Check a run, and submit it to Slurm. Raises ReshardError for all its problems."""
-    run, submission = slurm.submission_of(run, str(asked.slurm))
+    run, submission = slurm_job.submission_of(run, str(asked.slurm))
     found = preflight(run, overwrite=asked.overwrite)
     found = replace(
         found,
-        problems=[each for each in found.problems if each.code not in OF_THIS_MACHINE],
-        warnings=[each for each in found.warnings if each.code not in OF_THIS_MACHINE],
+        problems=[each for each in found.problems if each.code not in MACHINE_CODES],
+        warnings=[each for each in found.warnings if each.code not in MACHINE_CODES],
         command=[],
     )
     accepted(found)
     if asked.dry_run:
         return Outcome(0, found)
-    return Outcome(0, found, submitted=slurm.submit(run, submission, overwrite=asked.overwrite))
+    return Outcome(0, found, submitted=slurm_job.submit(run, submission, overwrite=asked.overwrite))
 
 
-def _through(run: Run, found: Preflight | None, started: Torchrun | None, screen: Screen) -> Outcome:
+def _through(run: Run, found: Preflight | None, started: Torchrun | None, screen: RunScreen) -> Outcome:
     """Launch and finish; or run as a rank that does neither the preflight nor the finish."""
-    place = place_of(run)  # before the launch sets torch's variables
+    place = launched_rank(run)  # before the launch sets torch's variables
     try:
         record = found.as_dict() if found else {}
         status = launch.launch(run, record, started=started, screen=screen)
@@ -151,7 +157,7 @@ def _through(run: Run, found: Preflight | None, started: Torchrun | None, screen
 
         with signals.raised():
             finished = finish(run)
-    except signals.Stopped as stop:
+    except signals.StoppedRun as stop:
         launch.interrupted(run, str(stop), screen, place=place)
         return Outcome(stop.status, found)
     return Outcome(0 if finished.whole else 1, found, finished)

@@ -13,35 +13,35 @@ from pathlib import Path
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain_json import put
-from reshard.guard.supervise.lifetime import end_with_parent
+from reshard.guard.supervise.child_processes import end_with_parent
 from reshard.training import signals
-from reshard.training.collective import meet
-from reshard.training.engines import engine_of
+from reshard.training.collectives import meet
+from reshard.training.engine_registry import engine_of
 from reshard.training.launching import torchrun
 from reshard.training.run import Run
 from reshard.training.show import trackers
-from reshard.training.show.monitor import Metrics, monitor_of
+from reshard.training.show.metrics import MetricsWriter, monitor_of
 
-TRAINED = "trained.json"
+TRAINED_FILE = "trained.json"
 """What a finished run writes for `finish.py`: the last checkpoint and the digests of its weights."""
-PROBLEMS = "problems.json"
+PROBLEMS_FILE = "problems.json"
 """What the first rank that fails or refuses to continue writes for the others and the launcher: a list of problems."""
-REFUSED = 2
+REFUSED_STATUS = 2
 """The exit status of a rank that refuses to continue."""
 
 
-def work(run: Run, monitor: Metrics) -> None:
+def work(run: Run, monitor: MetricsWriter) -> None:
     """Run one rank. Raises what the engine raises, and Stopped after a signal."""
     try:
         trained = engine_of(run).train(run, monitor)
-    except signals.Stopped as stop:
+    except signals.StoppedRun as stop:
         monitor.stopped(stop)
         meet()  # other nodes read how it ended
         _leave_group()
         raise
     if first():
         content = {**asdict(trained), "checkpoint": str(trained.checkpoint)}
-        put(run.output / TRAINED, content)
+        put(run.output / TRAINED_FILE, content)
     _leave_group()
 
 
@@ -53,7 +53,7 @@ def first() -> bool:
 def claim(output: Path, problems: Sequence[Problem]) -> bool:
     """Whether this rank is the first to fail; if so, it writes its problems: none if it does not refuse to continue."""
     try:
-        with (output / PROBLEMS).open("x", encoding="utf-8") as file:
+        with (output / PROBLEMS_FILE).open("x", encoding="utf-8") as file:
             json.dump([problem.as_dict() for problem in problems], file)
     except FileExistsError:
         return False
@@ -63,7 +63,7 @@ def claim(output: Path, problems: Sequence[Problem]) -> bool:
 def claimed(output: Path) -> list[Problem]:
     """The problems that a rank has written; none if no rank refused."""
     with suppress(OSError, ValueError, TypeError):
-        return [Problem(**each) for each in json.loads((output / PROBLEMS).read_text(encoding="utf-8"))]
+        return [Problem(**each) for each in json.loads((output / PROBLEMS_FILE).read_text(encoding="utf-8"))]
     return []
 
 
@@ -85,17 +85,17 @@ def main(record: Path) -> None:
     run = Run.read(record)
     if restarted():
         if claimed(run.output):
-            sys.exit(REFUSED)  # it would be refused again
+            sys.exit(REFUSED_STATUS)  # it would be refused again
         run = replace(run, resume=True)
     try:
         with signals.listening(None):
             work(run, monitor_of(run, trackers.listeners(run) if first() else []))
-    except signals.Stopped:
+    except signals.StoppedRun:
         return
     except ReshardError as error:
         traceback.print_exc()
         claim(run.output, error.problems)
-        sys.exit(REFUSED)
+        sys.exit(REFUSED_STATUS)
 
 
 def restarted() -> bool:

@@ -13,14 +13,14 @@ from typing import Any
 
 from reshard.base.data_files import read_data
 from reshard.base.languages import Text
-from reshard.checks.fact import Fact
 from reshard.checks.finding import CERTAINTIES, Finding
-from reshard.checks.place import Place
-from reshard.checks.words import filled
+from reshard.checks.location import Location
+from reshard.checks.phrases import filled
+from reshard.checks.violation import Violation
 
-Told = tuple[str, Mapping[str, object]]
+RuleValues = tuple[str, Mapping[str, object]]
 """The id of a rule, and the values for its braces."""
-CAUSES: dict[str, tuple[str, ...]] = {
+RULES_COVERED: dict[str, tuple[str, ...]] = {
     "env-device-map-tp": (
         "dtensor-mixed-cat-ddp",
         "dtensor-sharded-then-ddp",
@@ -61,7 +61,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
 
 def told(
     identifier: str,
-    places: Iterable[Place],
+    places: Iterable[Location],
     values: Mapping[str, object] | None = None,
     *,
     severity: str | None = None,
@@ -93,15 +93,15 @@ def told(
     )
 
 
-def in_words(fact: Fact, places: Iterable[Place] = ()) -> Finding:
+def in_words(fact: Violation, places: Iterable[Location] = ()) -> Finding:
     """The finding of what a check found."""
     return told(fact.code, places, fact.values, severity=fact.severity, certainty=fact.certainty)
 
 
-def told_at(found: Told, target: str, line: int, said: str) -> Finding:
+def told_at(found: RuleValues, target: str, line: int, said: str) -> Finding:
     """The finding of a rule for what a line says: at most `likely`."""
     identifier, values = found
-    return told(identifier, [Place.of(target, line, said)], values, certainty="likely")
+    return told(identifier, [Location.of(target, line, said)], values, certainty="likely")
 
 
 def covered_by(identifier: str) -> frozenset[str]:

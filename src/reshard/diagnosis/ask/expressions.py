@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.data_files import read_data
-from reshard.diagnosis.history.table import PACKAGES, ROOTS
+from reshard.diagnosis.history.api_table import PACKAGES, ROOTS
 
-PACKAGE = "|".join(sorted({"pytorch", *ROOTS, *PACKAGES}, key=len, reverse=True))
+PACKAGE_PATTERN = "|".join(sorted({"pytorch", *ROOTS, *PACKAGES}, key=len, reverse=True))
 
 
 @cache
 def expressions(file: str) -> dict[str, Any]:
     """The expressions of a file by name, one or a list of each. `{WORD}` in them stands for one of its `parts`."""
     content: dict[str, Any] = read_data(Path(__file__).with_name(f"{file}.yaml"))
-    parts = {"PACKAGE": PACKAGE, **content.pop("parts")}
+    parts = {"PACKAGE": PACKAGE_PATTERN, **content.pop("parts")}
 
     def whole(text: str) -> re.Pattern[str]:
         while re.search(r"\{[A-Z]+\}", text):  # parts have parts

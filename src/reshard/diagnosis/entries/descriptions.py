@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from reshard.checks.finding import Finding
-from reshard.checks.place import Place
+from reshard.checks.location import Location
 from reshard.checks.rules import told
-from reshard.diagnosis.entries.entries import Entry, catalogue
+from reshard.diagnosis.entries.catalogue_entry import CatalogueEntry, catalogue
 from reshard.diagnosis.text.log import Log
 
 DESCRIBED = "description-only"
@@ -45,7 +45,7 @@ def of_description(log: Log) -> Finding | None:
     if not lines or not _is_report(lines[0].text, "\n".join(line.text for line in lines), len(lines), log):
         return None
     text = "\n".join(line.text for line in lines)
-    place = Place.of(log.name, lines[0].number, lines[0].text)
+    place = Location.of(log.name, lines[0].number, lines[0].text)
     entry = next((each for each in catalogue().values() if _describes(text, each)), None)
     if entry is None:
         return told(DESCRIBED, [place], certainty="possible")
@@ -73,5 +73,5 @@ def _is_report(title: str, text: str, count: int, log: Log) -> bool:
     return (is_short or is_titled) and bool(_PERSON.search(text) or _HEADING.fullmatch(title.strip()))
 
 
-def _describes(text: str, entry: Entry) -> bool:
+def _describes(text: str, entry: CatalogueEntry) -> bool:
     return any(pattern.search(text) for pattern in entry.described)

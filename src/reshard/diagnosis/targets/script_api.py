@@ -8,23 +8,23 @@ from collections.abc import Iterator
 
 from reshard.base.suggest import closest
 from reshard.checks.finding import Finding
-from reshard.checks.place import Place
+from reshard.checks.location import Location
+from reshard.checks.phrases import words
 from reshard.checks.rules import told
-from reshard.checks.source import Call, Source
-from reshard.checks.words import words
-from reshard.diagnosis.causes.api import read_from
-from reshard.diagnosis.history.calls import Refused, parameters, refused
-from reshard.diagnosis.history.having import having
-from reshard.diagnosis.history.known import table_of
-from reshard.diagnosis.history.releases import Bounds
-from reshard.diagnosis.history.table import PACKAGES, Table, tables
-from reshard.diagnosis.history.versions import Versions
+from reshard.checks.script import Call, Script
+from reshard.diagnosis.causes.api_changes import read_from
+from reshard.diagnosis.history.api_table import PACKAGES, ApiTable, tables
+from reshard.diagnosis.history.bloom_filters import packages_with
+from reshard.diagnosis.history.call_parameters import RefusedParameter, parameters, refused
+from reshard.diagnosis.history.known_names import table_of
+from reshard.diagnosis.history.release_ranges import Bounds
+from reshard.diagnosis.history.versions_in_use import Versions
 
-Asked = tuple[ast.stmt | ast.expr, str, str]
+ImportedName = tuple[ast.stmt | ast.expr, str, str]
 """Where a script names something, the module, and the name in it; "" for the module itself."""
 
 
-def history_findings(source: Source) -> Iterator[Finding]:
+def history_findings(source: Script) -> Iterator[Finding]:
     """Findings of the history about a script: imports, attributes of modules, keywords."""
     names = _imports(source.tree)
     if not names and not source.calls:
@@ -45,7 +45,7 @@ def history_findings(source: Source) -> Iterator[Finding]:
 # ----------------------------------------------------------------------------------------------------- names
 
 
-def _imported(tree: ast.Module) -> Iterator[Asked]:
+def _imported(tree: ast.Module) -> Iterator[ImportedName]:
     """What is imported unconditionally."""
     for node in _unconditional(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -64,7 +64,7 @@ def _unconditional(node: ast.AST) -> Iterator[ast.stmt]:
         yield from _unconditional(child)
 
 
-def _read(tree: ast.Module, names: dict[str, str]) -> Iterator[Asked]:
+def _read(tree: ast.Module, names: dict[str, str]) -> Iterator[ImportedName]:
     """Attributes of imported modules that are read: `transformers.AdamW`."""
     for node in ast.walk(tree):
         is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
@@ -110,7 +110,7 @@ def _defined(tree: ast.Module) -> set[str]:
 
 
 def _of_name(
-    source: Source, node: ast.stmt | ast.expr, module: str, name: str, own: Table, versions: Versions
+    source: Script, node: ast.stmt | ast.expr, module: str, name: str, own: ApiTable, versions: Versions
 ) -> Iterator[Finding]:
     """A name or module that only releases other than the script's have."""
     version = versions.assumed(own)
@@ -136,7 +136,7 @@ def _of_name(
     yield told("script-name-gone", [source.place(node.lineno, fixed)], values, certainty=sure, evidence=proof)
 
 
-def _later(place: Place, name: str, own: Table, bounds: Bounds, versions: Versions) -> Finding:
+def _later(place: Location, name: str, own: ApiTable, bounds: Bounds, versions: Versions) -> Finding:
     """The finding that a later release added something."""
     values = {"name": name, "package": own.package, "release": bounds.shown}
     values["pin"] = f"{own.package}{bounds.specifier}"
@@ -146,13 +146,13 @@ def _later(place: Place, name: str, own: Table, bounds: Bounds, versions: Versio
 
 # -------------------------------------------------------------------------------------------------- keywords
 
-COMMON = ("trl", "transformers", "peft", "accelerate")
+COMMON_PACKAGES = ("trl", "transformers", "peft", "accelerate")
 """Packages of classes that a script uses without importing them, as a notebook cell does."""
-CLOSE = 0.85
+LEAST_SIMILARITY = 0.85
 """Minimum similarity of a keyword that was probably meant."""
 
 
-def _functions(call: Call, names: dict[str, str], defined: set[str]) -> Iterator[tuple[Table, str]]:
+def _functions(call: Call, names: dict[str, str], defined: set[str]) -> Iterator[tuple[ApiTable, str]]:
     """The tables and qualified names that a call may mean: by its import, or by the name of a common class."""
     first, _, rest = call.name.partition(".")
     module, _, name = names.get(first, "").partition(":")
@@ -160,16 +160,20 @@ def _functions(call: Call, names: dict[str, str], defined: set[str]) -> Iterator
         last = rest.rpartition(".")[2] or name
         yield from _known(own, f"{name}.{last}" if rest and name else last)
     elif "." not in call.name and first not in defined:
-        exporting = (own for own in tables(having(COMMON, first)) if first in own.exports(own.root))
+        exporting = (
+            own for own in tables(packages_with(COMMON_PACKAGES, first)) if first in own.exports(own.root)
+        )
         yield from [each for own in exporting for each in _known(own, first)][:1]
 
 
-def _known(own: Table, name: str) -> Iterator[tuple[Table, str]]:
+def _known(own: ApiTable, name: str) -> Iterator[tuple[ApiTable, str]]:
     """The constructor of a class, a function, or a method of a class."""
     yield from ((own, each) for each in (f"{name}.__init__", name) if own.functions(each))
 
 
-def _of_call(source: Source, call: Call, own: Table, function: str, versions: Versions) -> Iterator[Finding]:
+def _of_call(
+    source: Script, call: Call, own: ApiTable, function: str, versions: Versions
+) -> Iterator[Finding]:
     """The keywords of a call that its function does not accept in the script's release."""
     for keyword in call.node.keywords:
         why = refused(own, function, keyword.arg, versions) if keyword.arg else None
@@ -180,11 +184,11 @@ def _of_call(source: Source, call: Call, own: Table, function: str, versions: Ve
 
 
 def _slip(
-    source: Source, keyword: ast.keyword, own: Table, function: str, versions: Versions
+    source: Script, keyword: ast.keyword, own: ApiTable, function: str, versions: Versions
 ) -> Iterator[Finding]:
     """A keyword that no release has, and that is like one of the function's."""
     known = parameters(own, function, versions) or set()
-    for near in closest(str(keyword.arg), known, cutoff=CLOSE):
+    for near in closest(str(keyword.arg), known, cutoff=LEAST_SIMILARITY):
         sure, evidence = versions.certainty(own, own.versions[-1])
         values = {"name": function.removesuffix(".__init__"), "key": keyword.arg, "near": near}
         place, proof = _renamed(source, keyword, near), [evidence, read_from(own)]
@@ -192,7 +196,12 @@ def _slip(
 
 
 def _of_release(
-    source: Source, keyword: ast.keyword, function: str, why: Refused, bounds: Bounds, versions: Versions
+    source: Script,
+    keyword: ast.keyword,
+    function: str,
+    why: RefusedParameter,
+    bounds: Bounds,
+    versions: Versions,
 ) -> Finding:
     """A keyword that only other releases accept."""
     shown, name = function.removesuffix(".__init__"), str(keyword.arg)
@@ -216,13 +225,13 @@ def wording(name: str, old: str, new: str | None, package: str, specifier: str) 
     }
 
 
-def _renamed(source: Source, keyword: ast.keyword, new: str) -> Place:
+def _renamed(source: Script, keyword: ast.keyword, new: str) -> Location:
     """The line of a keyword with another name."""
     line = source.lines[keyword.lineno - 1]
     return source.place(keyword.lineno, re.sub(rf"\b{keyword.arg}(\s*=)", rf"{new}\1", line, count=1))
 
 
-def _dropped(source: Source, keyword: ast.keyword) -> Place:
+def _dropped(source: Script, keyword: ast.keyword) -> Location:
     """The line without a keyword: as a comment if it stands alone, else with the rest of the call."""
     line = source.lines[keyword.lineno - 1]
     before, after = line[: keyword.col_offset], line[keyword.end_col_offset :]

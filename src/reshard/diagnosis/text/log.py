@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from reshard.diagnosis.text.mentions import command_in, first_to_die_in, gpu_in, versions_in, world_size_in
-from reshard.diagnosis.text.prefixes import START
-from reshard.diagnosis.text.progress import progress
-from reshard.diagnosis.text.reading import shortened
-from reshard.diagnosis.text.thinning import thinned
-from reshard.diagnosis.text.tracebacks import Line, Traceback, tracebacks
+from reshard.diagnosis.text.line_prefixes import TRACEBACK_START
+from reshard.diagnosis.text.log_thinning import thinned
+from reshard.diagnosis.text.progress_lines import progress
+from reshard.diagnosis.text.run_details import command_in, first_to_die_in, gpu_in, versions_in, world_size_in
+from reshard.diagnosis.text.text_files import shortened
+from reshard.diagnosis.text.tracebacks import LogLine, Traceback, tracebacks
 
-__all__ = ["Line", "Log", "Traceback", "read_log"]
+__all__ = ["Log", "LogLine", "Traceback", "read_log"]
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Log:
     """
 
     name: str
-    lines: list[Line]
+    lines: list[LogLine]
     tracebacks: list[Traceback]
 
     @property
@@ -39,17 +39,17 @@ class Log:
         return "\n".join(line.text for line in self.ordered)
 
     @property
-    def ordered(self) -> list[Line]:
+    def ordered(self) -> list[LogLine]:
         """Lines by stream, streams by their first line."""
         return [line for stream in self.streams.values() for line in stream]
 
     @cached_property
-    def streams(self) -> dict[str, list[Line]]:
+    def streams(self) -> dict[str, list[LogLine]]:
         """The lines of each stream, by its name: of each rank, if lines have a rank in their prefix."""
         return streams_of(self.lines)
 
     @property
-    def last_lines(self) -> dict[str, Line]:
+    def last_lines(self) -> dict[str, LogLine]:
         """The last line of each stream that is not empty."""
         return {name: line for name, lines in self.streams.items() for line in lines if line.text.strip()}
 
@@ -59,16 +59,16 @@ class Log:
         return {package: version for package, (version, _) in self.versions_seen.items()}
 
     @cached_property
-    def versions_seen(self) -> dict[str, tuple[str, Line]]:
+    def versions_seen(self) -> dict[str, tuple[str, LogLine]]:
         """The versions of packages, each with the line that names it."""
-        found: dict[str, tuple[str, Line]] = {}
+        found: dict[str, tuple[str, LogLine]] = {}
         for line in self.lines:
             for package, version in versions_in(line.text):
                 found.setdefault(package, (version, line))
         return found
 
     @cached_property
-    def command(self) -> Line | None:
+    def command(self) -> LogLine | None:
         """The first command line that starts a run, as one line; None if the log shows none."""
         return command_in(self.ordered)
 
@@ -98,7 +98,7 @@ class Log:
         return progress(self._own, measured=True)
 
     @cached_property
-    def _own(self) -> list[Line]:
+    def _own(self) -> list[LogLine]:
         """The lines without those, indented, that continue an exception's message: it may quote a step and its loss."""
         quoted = {(each.stream, at) for each in self.tracebacks for at in range(each.last + 1, each.end + 1)}
         return [
@@ -114,23 +114,23 @@ def read_log(name: str, content: str | Iterable[str]) -> Log:
     Repeated lines of a long log are dropped, and the middle of a long line.
     """
     raw = content.split("\n") if isinstance(content, str) else content
-    lines = [line for each in thinned(map(shortened, raw)) for line in _unescaped(Line(*each))]
+    lines = [line for each in thinned(map(shortened, raw)) for line in _unescaped(LogLine(*each))]
     found = [each for stream in streams_of(lines).values() for each in tracebacks(stream)]
     return Log(name, lines, sorted(found, key=lambda t: t.first))
 
 
-def streams_of(lines: Iterable[Line]) -> dict[str, list[Line]]:
+def streams_of(lines: Iterable[LogLine]) -> dict[str, list[LogLine]]:
     """Lines by their stream, streams by their first line."""
-    streams: dict[str, list[Line]] = {}
+    streams: dict[str, list[LogLine]] = {}
     for line in lines:
         streams.setdefault(line.stream, []).append(line)
     return streams
 
 
-_ESCAPED_FRAME = re.compile(rf'File \\+"[^"]+\\", line \d+|{re.escape(START)}:\\+n {{1,4}}File "')
+_ESCAPED_FRAME = re.compile(rf'File \\+"[^"]+\\", line \d+|{re.escape(TRACEBACK_START)}:\\+n {{1,4}}File "')
 
 
-def _unescaped(line: Line) -> list[Line]:
+def _unescaped(line: LogLine) -> list[LogLine]:
     """The lines inside a line of JSON, or of Python's bytes, that contains a traceback: torchelastic's error files."""
     if not _ESCAPED_FRAME.search(line.text):
         return [line]

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from reshard.diagnosis.text.ofpython import kind_of
-from reshard.diagnosis.text.prefixes import START
+from reshard.diagnosis.text.line_prefixes import TRACEBACK_START
+from reshard.diagnosis.text.python_messages import kind_of
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """A line of a log: `number` counts from 1, `stream` is the name in its prefix ("" without one)."""
 
     number: int
@@ -66,7 +66,9 @@ class Traceback:
         return self.before.root if self.before else self
 
 
-_STARTS = re.compile(r"(?<!Exception Group )" + re.escape(START) + r":?(?: [─-]+\S?| \(RANK \d+\))?$")
+_STARTS = re.compile(
+    r"(?<!Exception Group )" + re.escape(TRACEBACK_START) + r":?(?: [─-]+\S?| \(RANK \d+\))?$"
+)
 """The interpreter's ends in a colon, rich's in the corner of its box, a notebook's in neither; torch's DCP adds a rank.
 
 An ExceptionGroup's does not count: the exceptions inside have their own.
@@ -98,7 +100,7 @@ MESSAGE_LINES = 12
 """Lines of an exception's message that are kept: some print a complete table."""
 
 
-def tracebacks(lines: list[Line]) -> Iterator[Traceback]:
+def tracebacks(lines: list[LogLine]) -> Iterator[Traceback]:
     """The tracebacks of one stream; chained ones are inside these."""
     before: Traceback | None = None
     at = 0
@@ -125,7 +127,7 @@ def tracebacks(lines: list[Line]) -> Iterator[Traceback]:
             before, at = found, linked + 1
 
 
-def _traceback(lines: list[Line], start: int) -> tuple[Traceback | None, int]:
+def _traceback(lines: list[LogLine], start: int) -> tuple[Traceback | None, int]:
     """The traceback that begins at a line, if its exception is there, and where it ends."""
     indent = _indent(lines[start].text)
     frames: list[str] = []
@@ -150,7 +152,7 @@ def _traceback(lines: list[Line], start: int) -> tuple[Traceback | None, int]:
 _GETTER = re.compile(r"torch/nn/modules/module\.py:\d+ __getattr__$")
 
 
-def at_the_asker(failure: Traceback, lines: list[Line]) -> Traceback:
+def at_the_asker(failure: Traceback, lines: list[LogLine]) -> Traceback:
     """The failure without torch's `__getattr__`, which raises it for the line that asked for the attribute."""
     if len(failure.frames) > 1 and _GETTER.search(failure.frames[-1].replace("\\", "/")):
         at = max(at for at, line in enumerate(lines) if frame_of(line.text) == failure.frames[-1])
@@ -177,7 +179,7 @@ def unwrapped(failure: Traceback) -> Traceback:
     return failure
 
 
-def source_of(lines: list[Line]) -> str:
+def source_of(lines: list[LogLine]) -> str:
     """The code below the last frame, or the line of it that a notebook or rich marks; "" if there is none."""
     last = max((at for at, line in enumerate(lines) if frame_of(line.text)), default=None)
     below = [line.text for line in (lines[-10:] if last is None else lines[last + 1 : last + 30])]
@@ -197,7 +199,7 @@ _MARKED = re.compile(r"\s{0,40}[│|]?\s{0,40}(?:-{1,40}>|❱)\s{0,8}\d{1,8}\s[\
 """The marker before the line that a notebook or rich shows as the one that failed."""
 
 
-def _taken_in(found: Traceback, lines: list[Line], at: int) -> int:
+def _taken_in(found: Traceback, lines: list[LogLine], at: int) -> int:
     """Merge the tracebacks of ranks into the exception of torch's DCP that lists them. Returns where they end."""
     inside: list[Traceback] = []
     while at < len(lines) and "(RANK " in lines[at].text and _STARTS.search(lines[at].text):
@@ -209,7 +211,7 @@ def _taken_in(found: Traceback, lines: list[Line], at: int) -> int:
     return at
 
 
-def asserted(lines: list[Line]) -> str:
+def asserted(lines: list[LogLine]) -> str:
     """The source of the assertion at the end of a traceback, which replaces a missing message."""
     sources = [line.text.strip() for line in lines]
     return next((text for text in reversed(sources) if text.startswith("assert")), "")
@@ -228,7 +230,7 @@ def frame_of(text: str) -> str | None:
     return f"{place} {match['name']}".rstrip()
 
 
-def end_of_message(lines: list[Line], at: int) -> int:
+def end_of_message(lines: list[LogLine], at: int) -> int:
     """Where the message of the exception in a line ends: the first line that is not part of it."""
     end = at + 1
     while end < len(lines) and end - at < MESSAGE_LINES and _goes_on(lines[end].text):

@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError
-from reshard.engines.megatron import parallel
-from reshard.engines.megatron.arguments import one_expert_at_a_time
-from reshard.engines.megatron.checkpoint import Mismatch, load_weights, refuse_unloadable
-from reshard.engines.megatron.model import Spec, build_model
+from reshard.engines.megatron import process_groups
+from reshard.engines.megatron.checkpoint_io import Mismatch, load_weights, refuse_unloadable
+from reshard.engines.megatron.gpt_model import LayerSpec, build_model
 from reshard.engines.megatron.session import run_ranks
+from reshard.engines.megatron.stored_arguments import one_expert_at_a_time
 
-Tokens = npt.NDArray[np.integer[Any]]
+TokenArray = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class MegatronLogits:
 
 def megatron_logits(
     checkpoint: Path | str,
-    tokens: Tokens,
+    tokens: TokenArray,
     *,
     args: argparse.Namespace | Mapping[str, Any],
     layout: Layout | None = None,
-    spec: Spec = "local",
+    spec: LayerSpec = "local",
     strict: bool = True,
     timeout: float = 300.0,
 ) -> MegatronLogits:
@@ -99,17 +99,17 @@ def _problems(mismatch: Mismatch, folder: Path) -> list[Problem]:
 
 def _rank_logits(
     folder: Path,
-    tokens: Tokens,
+    tokens: TokenArray,
     args: argparse.Namespace | Mapping[str, Any],
     layout: Layout,
-    spec: Spec,
+    spec: LayerSpec,
     strict: bool,
 ) -> tuple[Mismatch, list[npt.NDArray[np.float32]]]:
     """One rank's part: the last stage's first tensor and data parallel rank returns the logits."""
     import torch
     from megatron.core import parallel_state as ps
 
-    parallel.initialize(layout, seed=0)
+    process_groups.initialize(layout, seed=0)
     chunks = build_model(args, layout, spec=spec)
     mismatch = load_weights(chunks, folder)
     gathered: list[Mismatch] = [Mismatch()] * torch.distributed.get_world_size()

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reshard.engines.megatron import cpu
+from reshard.engines.megatron import cpu_patches
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ def _become_rank(parent: int) -> None:
     """Detach from the parent's terminal and standard output, but still end with the parent."""
     gc.freeze()  # do not collect the parent's process group: its threads do not exist here
     os.setpgid(0, 0)  # so that the writers of a rank are killed with it
-    cpu.die_with_parent()
+    cpu_patches.die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
     os.dup2(2, 1)
@@ -159,7 +159,7 @@ def _answer(number: int, world_size: int, store: Path, function: Callable[..., A
     try:
         tempfile.tempdir = str(store.parent)  # ranks do not clean up; the session removes its folder
         torch.set_num_threads(1)  # the parent's OpenMP threads did not survive the fork
-        cpu.enable()  # only here: the parent's torch stays unpatched
+        cpu_patches.enable()  # only here: the parent's torch stays unpatched
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{store}", rank=number, world_size=world_size

@@ -11,27 +11,27 @@ from collections.abc import Iterator
 
 from reshard.base.errors import Problem, memory_size
 from reshard.checks.environment import Environment
-from reshard.guard.command.read import Command
-from reshard.guard.command.settings import plain_source
-from reshard.guard.watch.memory import rooms
+from reshard.guard.command.command_settings import plain_source
+from reshard.guard.command.read_command import TrainingCommand
+from reshard.guard.watch.memory_watch import free_memory
 
-MODELS = (
+MODEL_OPTIONS = (
     *("model_name_or_path", "model", "base_model", "model_id", "model_path", "actor_rollout_ref.model.path"),
     "model.partial_pretrain",
 )
 """Settings that name the model."""
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-PARTIAL = re.compile(r"\blora|\bpeft|adapter|LoraConfig|tuner_type|freeze", re.IGNORECASE)
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+PARTIAL_TRAINING = re.compile(r"\blora|\bpeft|adapter|LoraConfig|tuner_type|freeze", re.IGNORECASE)
 """Shows that not all weights are trained and saved."""
 SHARDED_LOADING = re.compile(
     r"cpu_ram_efficient_loading|zero3_init_flag|stage.{0,3}3|zero_?3|\bz3", re.IGNORECASE
 )
 """Shows that not every process loads the complete model."""
-RANDOM_PORT = "<2.7"
+RANDOM_PORT_TORCH = "<2.7"
 """Releases of torch whose torchrun takes port 29500 for a run of one node; newer ones take a free port."""
 
 
-def port(command: Command, environment: Environment | None) -> Iterator[Problem]:
+def port(command: TrainingCommand, environment: Environment | None) -> Iterator[Problem]:
     """A problem if the port at which this node's ranks meet is taken."""
     meeting = command.rendezvous or _default(command, environment)
     if meeting is None or command.node_rank or _finds_another(command, environment):
@@ -50,15 +50,15 @@ def port(command: Command, environment: Environment | None) -> Iterator[Problem]
     )
 
 
-def _default(command: Command, environment: Environment | None) -> tuple[str, int] | None:
-    fixed = environment is not None and environment.has("torch", RANDOM_PORT)
+def _default(command: TrainingCommand, environment: Environment | None) -> tuple[str, int] | None:
+    fixed = environment is not None and environment.has("torch", RANDOM_PORT_TORCH)
     static = command.setting("nproc_per_node") and not command.setting(
         "standalone", "rdzv_endpoint", "rdzv_backend"
     )
     return ("127.0.0.1", 29500) if fixed and static and command.setting("master_port") is None else None
 
 
-def _finds_another(command: Command, environment: Environment | None) -> bool:
+def _finds_another(command: TrainingCommand, environment: Environment | None) -> bool:
     """Whether the launcher takes a free port instead, or starts a single process that needs none."""
     if command.launcher not in ("accelerate", "trl", "axolotl"):
         return False
@@ -76,23 +76,23 @@ def _is_taken(number: int) -> bool:
     return False
 
 
-def weights_of(command: Command) -> int:
+def weights_of(command: TrainingCommand) -> int:
     """Bytes of the model's weights, if it is a local folder; else 0."""
     for name in models_of(command):
         folder = command.folder / name
-        sizes = [[path.stat().st_size for path in folder.glob(pattern)] for pattern in WEIGHTS]
+        sizes = [[path.stat().st_size for path in folder.glob(pattern)] for pattern in WEIGHT_FILES]
         if total := next((sum(each) for each in sizes if each), 0):
             return total
     return 0
 
 
-def models_of(command: Command) -> list[str]:
+def models_of(command: TrainingCommand) -> list[str]:
     """The model that the settings name, or else those that the script names in plain texts."""
-    named = command.setting(*MODELS)
+    named = command.setting(*MODEL_OPTIONS)
     return [named] if isinstance(named, str) else list(dict.fromkeys(_loaded(command)))
 
 
-def _loaded(command: Command) -> Iterator[str]:
+def _loaded(command: TrainingCommand) -> Iterator[str]:
     """What a script passes to from_pretrained, or to a trainer as `model`."""
     source = plain_source(command.script)
     for call in source.calls if source else ():
@@ -103,10 +103,10 @@ def _loaded(command: Command) -> Iterator[str]:
             yield value
 
 
-def memory(command: Command, weights: int, text: str) -> Iterator[Problem]:
+def memory(command: TrainingCommand, weights: int, text: str) -> Iterator[Problem]:
     """A warning if the processes cannot all load the model at once."""
     needed = weights * command.processes
-    room = min(rooms(os.getpid()), key=lambda room: room.free, default=None) if weights else None
+    room = min(free_memory(os.getpid()), key=lambda room: room.free, default=None) if weights else None
     if command.processes > 1 and room and needed > room.free and not SHARDED_LOADING.search(text):
         yield Problem(
             "memory-too-small-to-load",
@@ -119,16 +119,16 @@ def memory(command: Command, weights: int, text: str) -> Iterator[Problem]:
         )
 
 
-STATES = 3
+WEIGHTS_PER_CHECKPOINT = 3
 """A checkpoint of full training has the weights and two states of Adam, at least in the type of the weights."""
 
 
-def disk(command: Command, weights: int, text: str) -> Iterator[Problem]:
+def disk(command: TrainingCommand, weights: int, text: str) -> Iterator[Problem]:
     """A warning if there is no room for one checkpoint of full training."""
-    if command.output is None or not weights or PARTIAL.search(text):
+    if command.output is None or not weights or PARTIAL_TRAINING.search(text):
         return
     folder = next(path for path in (command.output, *command.output.parents) if path.exists())
-    free, needed = shutil.disk_usage(folder).free, STATES * weights
+    free, needed = shutil.disk_usage(folder).free, WEIGHTS_PER_CHECKPOINT * weights
     if needed > free:
         yield Problem(
             "disk-too-small-for-checkpoint",

@@ -9,11 +9,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-Options = Mapping[str, str]
+LauncherOptions = Mapping[str, str]
 """Options as they were typed, those without a value as "true"."""
-Gpus = Callable[[], int]
+GpuCount = Callable[[], int]
 """How many GPUs are visible: asked only if the command leaves the number of processes to that."""
-YES = ("1", "true", "yes", "y", "on")
+YES_WORDS = ("1", "true", "yes", "y", "on")
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Launcher:
     flags: frozenset[str]
     nodes: str
     node_rank: str
-    processes: Callable[[Options, Gpus], int]
-    meeting: Callable[[Options], tuple[str, int] | None]
+    processes: Callable[[LauncherOptions, GpuCount], int]
+    meeting: Callable[[LauncherOptions], tuple[str, int] | None]
     verb: str = ""
     ranks_one: bool = True
     """Whether a single process, too, gets a rank."""
@@ -45,36 +45,36 @@ def _number(word: str | None, otherwise: int) -> int:
     return int(last) if last.isdecimal() else otherwise
 
 
-def _of_torchrun(options: Options, gpus: Gpus) -> int:
+def _of_torchrun(options: LauncherOptions, gpus: GpuCount) -> int:
     word = options.get("nproc_per_node", "1")
     if word == "cpu" or (word == "auto" and not gpus()):
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return _number(word, gpus() or 1)
 
 
-SPREADING = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "use_tp", "tpu")
-ALONE = ("", "no", "none", "multi_cpu")
+DISTRIBUTED_TYPES = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "use_tp", "tpu")
+SINGLE_PROCESS_TYPES = ("", "no", "none", "multi_cpu")
 """Values of accelerate's distributed_type with which it starts a single process, without mpirun."""
 
 
-def _of_accelerate(options: Options, gpus: Gpus) -> int:
+def _of_accelerate(options: LauncherOptions, gpus: GpuCount) -> int:
     """As `accelerate launch` decides in `_validate_launch_command` and `launch_command`."""
-    chosen = any(options.get(name, "").lower() in YES for name in SPREADING)
-    in_config = options.get("distributed_type", "").lower() not in ALONE
+    chosen = any(options.get(name, "").lower() in YES_WORDS for name in DISTRIBUTED_TYPES)
+    in_config = options.get("distributed_type", "").lower() not in SINGLE_PROCESS_TYPES
     if options.get("cpu") or not (chosen or in_config or gpus() > 1):
         return 1
     total = _number(options.get("num_processes"), gpus() or 1)
     return max(1, total // max(1, _number(options.get("num_machines"), 1)))
 
 
-def _of_deepspeed(options: Options, gpus: Gpus) -> int:
+def _of_deepspeed(options: LauncherOptions, gpus: GpuCount) -> int:
     given = options.get("num_gpus") or options.get("num_accelerators")
     included = options.get("include") or options.get("i") or ""
     slots = included.partition("@")[0].partition(":")[2]
     return _number(given, 0) or len(slots.split(",")) * bool(slots) or gpus() or 1
 
 
-def _of_static(options: Options) -> tuple[str, int] | None:
+def _of_static(options: LauncherOptions) -> tuple[str, int] | None:
     """The endpoint, or torchrun's own rendezvous; with one node and no port, newer releases take a free port."""
     host, _, port = options.get("rdzv_endpoint", "").rpartition(":")
     if options.get("rdzv_backend", "static") == "static" and not host:
@@ -83,8 +83,8 @@ def _of_static(options: Options) -> tuple[str, int] | None:
     return (host, int(port)) if port.isdecimal() and port != "0" and not options.get("standalone") else None
 
 
-def _of_names(host: str, port: str) -> Callable[[Options], tuple[str, int] | None]:
-    def meeting(options: Options) -> tuple[str, int] | None:
+def _of_names(host: str, port: str) -> Callable[[LauncherOptions], tuple[str, int] | None]:
+    def meeting(options: LauncherOptions) -> tuple[str, int] | None:
         number = _number(options.get(port), 29500)
         return (options.get(host) or "127.0.0.1", number) if number else None
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 
-UNKNOWN = "$\ufffd"
+UNKNOWN_VALUE = "$\ufffd"
 """Stands for what only the shell can compute."""
-CONTINUED = "\x1f"
+CONTINUED_LINE = "\x1f"
 """A white space that stands for the end of a line in the middle of a command."""
 OWN_FOLDER = "OWN_FOLDER"
 """A variable for the folder of the script: `$(dirname "$0")`."""
-QUOTED = "\x02"
+QUOTED_TEXT = "\x02"
 """Stands before a variable in quotes, which remains one word."""
 _HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1(.*?)^\t*\2$", re.DOTALL | re.MULTILINE)
 _COMPUTED = re.compile(r"\$\(\([^()]*(?:\([^()]*\)[^()]*)*\)\)|\$\([^()]*(?:\([^()]*\)[^()]*)*\)|`[^`]*`")
@@ -32,7 +32,7 @@ _KEYWORDS = ("if", "then", "else", "elif", "do", "while", "!", "{", "}", "fi", "
 
 
 @dataclass
-class Launch:
+class ShellLaunch:
     """A command of a script, in the environment and folder that the lines before it have made."""
 
     words: list[str]
@@ -56,7 +56,7 @@ class _Shell:
         """A word with its variables. One that is nothing but a variable may become several words."""
         if (alone := _VARIABLE.fullmatch(token)) and (value := self._value(alone)) is not None:
             return value if len(value) != 1 else value[0].split()
-        return [_VARIABLE.sub(self.joined, token).replace(QUOTED, "")]
+        return [_VARIABLE.sub(self.joined, token).replace(QUOTED_TEXT, "")]
 
     def joined(self, match: re.Match[str]) -> str:
         value = self._value(match)
@@ -104,17 +104,17 @@ def the_launch(
     environment: Mapping[str, str],
     folder: Path,
     rank: Callable[[list[str]], int],
-) -> Launch | None:
+) -> ShellLaunch | None:
     """The command of a script with the highest `rank`, if there is exactly one; those of rank 0 do not count."""
     shell = _Shell(dict(environment), folder)
     shell.variables = {str(at): [word] for at, word in enumerate(arguments, 1)}
     shell.variables |= {OWN_FOLDER: [str(of)], "@": list(arguments), "*": list(arguments)}
-    found: list[tuple[int, Launch]] = []
+    found: list[tuple[int, ShellLaunch]] = []
     try:
         for line, tokens in _statements(text):
             words = _run(shell, tokens)
             if words and (worth := rank(words)):
-                launch = Launch(words, line, dict(shell.environment), shell.folder, shell.other_python)
+                launch = ShellLaunch(words, line, dict(shell.environment), shell.folder, shell.other_python)
                 found.append((worth, launch))
     except ValueError:  # quotes without an end, or an unknown folder
         return None
@@ -144,7 +144,7 @@ def _run(shell: _Shell, tokens: list[str]) -> list[str]:
 
 def _kept(shell: _Shell, value: str, *, split: bool) -> list[str]:
     """The value of an assignment; elements of an array may become several."""
-    return shell.words(value) if split else [_VARIABLE.sub(shell.joined, value).replace(QUOTED, "")]
+    return shell.words(value) if split else [_VARIABLE.sub(shell.joined, value).replace(QUOTED_TEXT, "")]
 
 
 def _statements(text: str) -> Iterator[tuple[int, list[str]]]:
@@ -152,7 +152,7 @@ def _statements(text: str) -> Iterator[tuple[int, list[str]]]:
     plain = _plain(text)
     stream = StringIO(plain)
     lexer = shlex.shlex(stream, posix=True, punctuation_chars=";|&\n()<>")
-    lexer.whitespace, lexer.whitespace_split, lexer.commenters = f" \t\r{CONTINUED}", True, ""
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = f" \t\r{CONTINUED_LINE}", True, ""
     begin, tokens, redirected = 0, list[str](), False
     while (token := lexer.get_token()) is not None:
         if token.startswith("#"):
@@ -177,19 +177,21 @@ def _plain(text: str) -> str:
     """A script of as many lines without comments, here-documents, and what only the shell can compute."""
     text = _HEREDOC.sub(lambda match: "\n" * match[0].count("\n"), text)
     text = _OWN_FOLDER.sub(f"${{{OWN_FOLDER}}}", text)
-    text = _COMPUTED.sub(lambda match: UNKNOWN + CONTINUED * match[0].count("\n"), _COMMENT.sub("", text))
-    text = _LONE.sub(f'"{QUOTED}', text).replace("\\\n", f" {CONTINUED}")
+    text = _COMPUTED.sub(
+        lambda match: UNKNOWN_VALUE + CONTINUED_LINE * match[0].count("\n"), _COMMENT.sub("", text)
+    )
+    text = _LONE.sub(f'"{QUOTED_TEXT}', text).replace("\\\n", f" {CONTINUED_LINE}")
     return _ARRAY.sub(_one_word, text)
 
 
 def _one_word(match: re.Match[str]) -> str:
     """An array as one word, with \\0 before each element."""
-    words = shlex.split(match[2].replace(CONTINUED, " "), comments=True)
-    lines = sum(match[2].count(mark) for mark in ("\n", CONTINUED))
-    return match[1] + shlex.quote("".join(f"\0{word}" for word in words)) + CONTINUED * lines
+    words = shlex.split(match[2].replace(CONTINUED_LINE, " "), comments=True)
+    lines = sum(match[2].count(mark) for mark in ("\n", CONTINUED_LINE))
+    return match[1] + shlex.quote("".join(f"\0{word}" for word in words)) + CONTINUED_LINE * lines
 
 
 def _line(text: str, end: int, token: str) -> int:
     """The line on which a token begins that ends before `end`, or before the end of a line there."""
     end -= text[end - 1 : end] == "\n"
-    return sum(text.count(mark, 0, end) - token.count(mark) for mark in ("\n", CONTINUED)) + 1
+    return sum(text.count(mark, 0, end) - token.count(mark) for mark in ("\n", CONTINUED_LINE)) + 1

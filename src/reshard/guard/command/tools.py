@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reshard.guard.command.launchers import LAUNCHERS, YES, Gpus
+from reshard.guard.command.launchers import LAUNCHERS, YES_WORDS, GpuCount
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Tool:
     name: str
     programs: tuple[str, ...]
     verbs: tuple[str, ...]
-    becomes: Callable[[Sequence[str], Mapping[str, str], Gpus], list[str]]
+    becomes: Callable[[Sequence[str], Mapping[str, str], GpuCount], list[str]]
     modules: tuple[str, ...] = ()
     defaults: Mapping[str, str] = field(default_factory=dict)
     """Settings that it chooses itself; braces stand for other settings."""
@@ -26,36 +26,41 @@ def _torchrun(environment: Mapping[str, str], names: Sequence[str]) -> list[str]
     return ["torchrun", *(word for name, value in given if value for word in (f"--{name.lower()}", value))]
 
 
-OF_TORCHRUN = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_VARIABLES = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _swift(package: str) -> Callable[[Sequence[str], Mapping[str, str], Gpus], list[str]]:
-    def becomes(words: Sequence[str], environment: Mapping[str, str], gpus: Gpus) -> list[str]:
+def _swift(package: str) -> Callable[[Sequence[str], Mapping[str, str], GpuCount], list[str]]:
+    def becomes(words: Sequence[str], environment: Mapping[str, str], gpus: GpuCount) -> list[str]:
         script = ["-m", f"{package}.{words[0].replace('-', '_')}", *words[1:]]
         several = environment.keys() & {"NPROC_PER_NODE", "NNODES"}
-        return [*(_torchrun(environment, OF_TORCHRUN) if several else ["python"]), *script]
+        return [*(_torchrun(environment, TORCHRUN_VARIABLES) if several else ["python"]), *script]
 
     return becomes
 
 
-def _llamafactory(words: Sequence[str], environment: Mapping[str, str], gpus: Gpus) -> list[str]:
+def _llamafactory(words: Sequence[str], environment: Mapping[str, str], gpus: GpuCount) -> list[str]:
     """As `llamafactory.launcher.launch` does. It finds a free port unless MASTER_PORT is set."""
     script = ["-m", "llamafactory.launcher", *words[1:]]
-    forced = any(environment.get(name, "").lower() in YES for name in ("FORCE_TORCHRUN", "USE_MCA"))
-    alone = any(environment.get(name, "").lower() in YES for name in ("USE_RAY", "USE_KT"))
+    forced = any(environment.get(name, "").lower() in YES_WORDS for name in ("FORCE_TORCHRUN", "USE_MCA"))
+    alone = any(environment.get(name, "").lower() in YES_WORDS for name in ("USE_RAY", "USE_KT"))
     if not forced and (alone or gpus() < 2):
         return ["python", *script]
     here = {"MASTER_PORT": "0", "NPROC_PER_NODE": str(gpus() or 1), **environment}
-    return [*_torchrun(here, OF_TORCHRUN), *script]
+    return [*_torchrun(here, TORCHRUN_VARIABLES), *script]
 
 
-OF_ACCELERATE = (
+ACCELERATE_OPTIONS = (
     *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "config_file"),
 )
-OF_LAUNCHERS = (*OF_ACCELERATE, *(name.lower() for name in OF_TORCHRUN), "rdzv_endpoint", "rdzv_backend")
+LAUNCHER_OPTIONS = (
+    *ACCELERATE_OPTIONS,
+    *(name.lower() for name in TORCHRUN_VARIABLES),
+    "rdzv_endpoint",
+    "rdzv_backend",
+)
 
 
-def _axolotl(words: Sequence[str], environment: Mapping[str, str], gpus: Gpus) -> list[str]:
+def _axolotl(words: Sequence[str], environment: Mapping[str, str], gpus: GpuCount) -> list[str]:
     """As `axolotl.cli.utils.train.launch_training` does: options that axolotl does not know are the launcher's."""
     at = words.index("--") if "--" in words else len(words)
     inner, script = list(words[at + 1 :]), ["-m", "axolotl.cli.train"]
@@ -68,7 +73,7 @@ def _axolotl(words: Sequence[str], environment: Mapping[str, str], gpus: Gpus) -
             return []  # it runs on another machine
         if name == "launcher" and given:
             launcher = given.pop(0)
-        elif name in OF_LAUNCHERS and given:
+        elif name in LAUNCHER_OPTIONS and given:
             inner += [f"--{name}", given.pop(0)]
         else:
             rest.append(word)
@@ -77,7 +82,7 @@ def _axolotl(words: Sequence[str], environment: Mapping[str, str], gpus: Gpus) -
     return [*(["python"] if python else start[launcher]), *script, *rest]
 
 
-def _trl(words: Sequence[str], environment: Mapping[str, str], gpus: Gpus) -> list[str]:
+def _trl(words: Sequence[str], environment: Mapping[str, str], gpus: GpuCount) -> list[str]:
     """As `trl.cli` does: options of accelerate are wherever they are typed, the rest is the script's."""
     accelerate = LAUNCHERS[1]
     inner: list[str] = []
@@ -88,7 +93,7 @@ def _trl(words: Sequence[str], environment: Mapping[str, str], gpus: Gpus) -> li
         name = word.lstrip("-").replace("-", "_")
         if name == "accelerate_config" and given:
             inner += ["--config_file", given.pop(0)]
-        elif name in OF_ACCELERATE and given:
+        elif name in ACCELERATE_OPTIONS and given:
             inner += [f"--{name}", given.pop(0)]
         elif word.startswith("--") and name in accelerate.flags - {"debug"}:
             inner.append(word)
@@ -101,13 +106,13 @@ def _parted(word: str) -> list[str]:
     return word.split("=", 1) if word.startswith("--") and "=" in word else [word]
 
 
-VERL = {
+VERL_DEFAULTS = {
     "trainer.default_local_dir": "checkpoints/{trainer.project_name}/{trainer.experiment_name}",
     "trainer.project_name": "verl_examples",
     "trainer.experiment_name": "gsm8k",
 }
 """What verl's config/ppo_trainer.yaml says, if the command says nothing else."""
-VERL_SFT = {**VERL, "trainer.project_name": "gsm8k-sft", "trainer.experiment_name": "test"}
+VERL_SFT_DEFAULTS = {**VERL_DEFAULTS, "trainer.project_name": "gsm8k-sft", "trainer.experiment_name": "test"}
 """The same of its config/sft_trainer_engine.yaml."""
 TOOLS = (
     Tool(
@@ -136,9 +141,9 @@ TOOLS = (
     Tool("axolotl", ("axolotl",), ("train",), _axolotl, ("axolotl.cli.main",), {"output_dir": "./model-out"}),
     Tool("trl", ("trl",), ("sft", "dpo", "kto", "grpo", "rloo", "reward"), _trl, ("trl.cli",)),
 )
-IN_PYTHON = (
-    ("verl", r"verl\.trainer\.\w*sft_trainer", VERL_SFT),
-    ("verl", r"verl\.", VERL),
+PYTHON_LAUNCHERS = (
+    ("verl", r"verl\.trainer\.\w*sft_trainer", VERL_SFT_DEFAULTS),
+    ("verl", r"verl\.", VERL_DEFAULTS),
     ("axolotl", r"axolotl\.", TOOLS[3].defaults),
 )
 """Tools whose modules Python runs directly: their name, an expression for these modules, and their settings."""

@@ -37,7 +37,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckResult:
     """The result of one check: what was found, and its problems."""
 
     name: str
@@ -59,12 +59,12 @@ class Check:
         }
 
 
-def checked(name: str, look: Callable[[], str]) -> Check:
+def checked(name: str, look: Callable[[], str]) -> CheckResult:
     """The result of `look`, which returns what it found, or raises ReshardError or OSError."""
     try:
-        return Check(name, look())
+        return CheckResult(name, look())
     except ReshardError as error:
-        return Check(name, error.problems[0].message, tuple(error.problems))
+        return CheckResult(name, error.problems[0].message, tuple(error.problems))
     except OSError as error:
         problem = Problem(
             "system-refused",
@@ -73,10 +73,10 @@ def checked(name: str, look: Callable[[], str]) -> Check:
             found=error.strerror or str(error),
             remedy="fix what the system reports, and make the folder again from the last checkpoint",
         )
-        return Check(name, problem.message, (problem,))
+        return CheckResult(name, problem.message, (problem,))
 
 
-def of_model(folder: Path, origin: Origin, *, of: str = "") -> Iterator[Check]:
+def of_model(folder: Path, origin: Origin, *, of: str = "") -> Iterator[CheckResult]:
     """The checks of a folder with a model. `of` is a prefix of their names."""
     yield checked(f"{of}loads strictly", lambda: _loads(folder, origin))
     yield checked(f"{of}config", lambda: _config(folder))
@@ -85,22 +85,22 @@ def of_model(folder: Path, origin: Origin, *, of: str = "") -> Iterator[Check]:
     yield _asked(f"{of}generation config", lambda: _generation(folder))
 
 
-def of_adapter(folder: Path, origin: Origin) -> Iterator[Check]:
+def of_adapter(folder: Path, origin: Origin) -> Iterator[CheckResult]:
     """The checks of a folder with an adapter."""
     yield checked("adapter fits its base", lambda: _fits(folder, origin))
     yield checked("adapter config", lambda: _adapter_config(folder, origin))
     yield from _texts(folder, origin, "")
 
 
-def _texts(folder: Path, origin: Origin, of: str) -> Iterator[Check]:
+def _texts(folder: Path, origin: Origin, of: str) -> Iterator[CheckResult]:
     yield _asked(f"{of}tokenizer", lambda: _tokenizer(folder, origin))
     yield _asked(f"{of}chat template", lambda: _template(folder, origin))
 
 
-def _asked(name: str, look: Callable[[], str]) -> Check:
+def _asked(name: str, look: Callable[[], str]) -> CheckResult:
     """A check by transformers, if it is installed."""
     if find_spec("transformers") is None:
-        return Check(name, "not checked: transformers is not installed beside reshard")
+        return CheckResult(name, "not checked: transformers is not installed beside reshard")
     return checked(name, look)
 
 

@@ -17,26 +17,26 @@ from rich.console import Console
 
 from reshard.base.errors import Problem
 from reshard.base.foreign_text import escape, escape_lines
-from reshard.checks.finding import UNKNOWN, Finding
-from reshard.checks.together import combined
-from reshard.checks.words import aside
-from reshard.diagnosis.logs import LARGEST, diagnose_text
-from reshard.diagnosis.spelling import Usage, spelled
-from reshard.diagnosis.targets.checkpoints import of_recorded
-from reshard.diagnosis.targets.environment import diagnose_environment
-from reshard.diagnosis.targets.scripts import diagnose_script
-from reshard.diagnosis.text.failures import EXIT, is_consequence
-from reshard.diagnosis.text.log import Line, Log, Traceback, read_log
-from reshard.diagnosis.text.root import first_failure
-from reshard.guard.supervise.passing import signal_name
-from reshard.guard.supervise.relay import without_times
-from reshard.guard.watch.watching import Notice
+from reshard.checks.finding import UNKNOWN_FAILURE, Finding
+from reshard.checks.phrases import aside
+from reshard.checks.root_causes import combined
+from reshard.diagnosis.log_diagnosis import MAX_TEXT_BYTES, diagnose_text
+from reshard.diagnosis.remedy_spelling import RunTools, spelled
+from reshard.diagnosis.targets.checkpoint_problems import of_recorded
+from reshard.diagnosis.targets.environments import diagnose_environment
+from reshard.diagnosis.targets.training_scripts import diagnose_script
+from reshard.diagnosis.text.first_failure import first_failure
+from reshard.diagnosis.text.log import Log, LogLine, Traceback, read_log
+from reshard.diagnosis.text.partial_failures import EXIT_STATUS, is_consequence
+from reshard.guard.supervise.output_relay import without_times
+from reshard.guard.supervise.signal_passing import signal_name
+from reshard.guard.watch.watcher import Notice
 
-FRAMES = 6
+MAX_FRAMES = 6
 """Frames of a traceback that are shown, counted from its end."""
-LAST_LINES = 8
+MAX_LAST_LINES = 8
 """Lines of the log that are shown if no rank left a traceback."""
-FULL = 1 << 20
+DISK_FULL_BYTES = 1 << 20
 """Free bytes below which no checkpoint fits on a disk."""
 SOME_RANK = "a rank"
 """A rank of which the log does not tell the number."""
@@ -44,7 +44,7 @@ LABELS = {"en": ("error: ", "why", "cure"), "zh": ("错误：", "原因", "解�
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunEvidence:
     """What is known of a run besides its log.
 
     `tools` are those whose spelling remedies use, `scripts` are diagnosed too, `oom_kills` is their number since the
@@ -97,13 +97,13 @@ def _row(finding: Finding, language: str) -> dict[str, Any]:
         "code": finding.code,
         "certainty": finding.certainty,
         "title": told["title"],
-        "cause": told["cause"] if finding.code != UNKNOWN else "",  # if unknown, it is the traceback
+        "cause": told["cause"] if finding.code != UNKNOWN_FAILURE else "",  # if unknown, it is the traceback
         "cure": told["cure"],
         "places": [f"{place}  {place.text}" for place in finding.places if place.target.endswith(".py")],
     }
 
 
-def read_failure(log: Path, seen: Seen) -> Failure:
+def read_failure(log: Path, seen: RunEvidence) -> Failure:
     """The failure in the log of all ranks."""
     content = ""
     with (
@@ -111,14 +111,16 @@ def read_failure(log: Path, seen: Seen) -> Failure:
         log.open("rb") as file,
     ):  # the command may have cleaned the working folder
         size = file.seek(0, 2)
-        file.seek(max(size - LARGEST, 0))
+        file.seek(max(size - MAX_TEXT_BYTES, 0))
         content = without_times(file.read().decode("utf-8", "replace"))
     failure = failure_in(str(log), content, seen)
-    full = next((each for each in _folders(seen, log) if shutil.disk_usage(each).free < FULL), None)
+    full = next(
+        (each for each in _folders(seen, log) if shutil.disk_usage(each).free < DISK_FULL_BYTES), None
+    )
     return _of_full_disk(failure, full) if full else failure
 
 
-def _folders(seen: Seen, log: Path) -> Iterator[Path]:
+def _folders(seen: RunEvidence, log: Path) -> Iterator[Path]:
     """Existing folders into which the run writes."""
     for folder in (seen.output, log.parent):
         if folder and folder.exists():
@@ -128,33 +130,33 @@ def _folders(seen: Seen, log: Path) -> Iterator[Path]:
 def _of_full_disk(failure: Failure, folder: Path) -> Failure:
     """A failure on a full disk: ranks and torchrun cannot record why they fail, and stumble over empty files."""
     words = f"OSError: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))}"
-    told = diagnose_text("the disk", words, Usage({"reshard"}))[:1]
+    told = diagnose_text("the disk", words, RunTools({"reshard"}))[:1]
     findings = tuple(replace(each, certainty="likely") for each in told)  # the disk was looked at
     shown = failure.shown if failure.who != SOME_RANK else ()
     return Failure(failure.who, (*shown, words), findings)
 
 
-def failure_in(name: str, content: str, seen: Seen = Seen()) -> Failure:
+def failure_in(name: str, content: str, seen: RunEvidence = RunEvidence()) -> Failure:
     """The failure in a text called `name`."""
     log = read_log(name, content)
     root = first_failure(log)
     number = signal_in(seen.status) if root is None else 0
     if number:  # no launcher reports it
-        log = read_log(name, f"{content}\n{SIGNAL.format(number, signal_name(number).split(':')[0])}")
+        log = read_log(name, f"{content}\n{SIGNAL_LINE.format(number, signal_name(number).split(':')[0])}")
     findings = _weighed(_explained(_diagnosed(log, content, root, seen), seen), root, seen)[:1]
     if root is None or is_consequence(root):
         if silent := _silent(content, log):
             return Failure(f"rank {silent[0]}", tuple(_last_words(log, *silent)), findings)
         if rank := _missing(content, log, seen):
             return Failure(f"rank {rank}", tuple(_last_words(log, rank, None)), findings, follows=True)
-    if root is None or root.exception == EXIT:
+    if root is None or root.exception == EXIT_STATUS:
         shown = [*_last(log.lines)[:-1], f"killed by {signal_name(number)}"] if number else _last(log.lines)
         return _of_rank("", shown, findings, seen, follows=root is None and not number)
     return _of_rank(_who(root, content), _short(root.root), findings, seen, follows=is_consequence(root))
 
 
 def _of_rank(
-    who: str, shown: Iterable[str], findings: tuple[Finding, ...], seen: Seen, *, follows: bool
+    who: str, shown: Iterable[str], findings: tuple[Finding, ...], seen: RunEvidence, *, follows: bool
 ) -> Failure:
     """The failure of a rank, if its number is known, or else of some rank; or of the only process."""
     if not who and seen.ranks == 1:
@@ -162,32 +164,32 @@ def _of_rank(
     return Failure(who or SOME_RANK, tuple(shown), findings, follows=follows)
 
 
-SIGNAL = "Signal {} ({}) received by PID of the command"
+SIGNAL_LINE = "Signal {} ({}) received by PID of the command"
 """torchrun's own words (torch.distributed.elastic.multiprocessing.errors), for what a shell's exit status tells."""
-KILLED = "killed-"
+KILLED_CODES = "killed-"
 """Codes of findings in an exit status."""
-OOM = "Memory cgroup out of memory: Killed process ({} by the counter oom_kill of the control group)"
+OOM_LINE = "Memory cgroup out of memory: Killed process ({} by the counter oom_kill of the control group)"
 """The kernel's own words (mm/oom_kill.c), for what its counter shows."""
 
 
-def _diagnosed(log: Log, content: str, root: Traceback | None, seen: Seen) -> list[Finding]:
+def _diagnosed(log: Log, content: str, root: Traceback | None, seen: RunEvidence) -> list[Finding]:
     """The doctor's findings. An exit status explains nothing if a rank raised an exception."""
-    findings = diagnose_text(log.name, log.text if root is None else content, Usage(set(seen.tools)))
-    if not findings or not findings[0].code.startswith(KILLED):
+    findings = diagnose_text(log.name, log.text if root is None else content, RunTools(set(seen.tools)))
+    if not findings or not findings[0].code.startswith(KILLED_CODES):
         return findings
     if root and root.frames and not is_consequence(root):
         own = [line.text for line in log.lines if line.stream == root.stream and line.number <= root.end]
-        return diagnose_text(log.name, own, Usage(set(seen.tools)))
+        return diagnose_text(log.name, own, RunTools(set(seen.tools)))
     if seen.oom_kills and findings[0].code == "killed-by-signal":
-        return diagnose_text("the kernel", OOM.format(seen.oom_kills), Usage(set(seen.tools)))
+        return diagnose_text("the kernel", OOM_LINE.format(seen.oom_kills), RunTools(set(seen.tools)))
     return findings
 
 
-def _weighed(findings: list[Finding], root: Traceback | None, seen: Seen) -> tuple[Finding, ...]:
+def _weighed(findings: list[Finding], root: Traceback | None, seen: RunEvidence) -> tuple[Finding, ...]:
     """The findings, after what the guard saw if these only say that a rank was killed or waited for another one."""
     first = findings[0] if findings else None
-    guessed = root is None or is_consequence(root) or root.exception in (EXIT, "BrokenPipeError")
-    guessed = guessed or bool(first and first.code.startswith((KILLED, "hang")))
+    guessed = root is None or is_consequence(root) or root.exception in (EXIT_STATUS, "BrokenPipeError")
+    guessed = guessed or bool(first and first.code.startswith((KILLED_CODES, "hang")))
     if not guessed or (first and first.code.startswith("short-")):
         return tuple(findings)
     noticed = sorted(_standing(seen.notices), key=lambda each: each.problem.severity != "error")
@@ -230,7 +232,7 @@ _WORLD = re.compile(r"\bdist_world_size=(\d+)")
 """What DeepSpeed's launcher prints (deepspeed.launcher.launch); it does not print how each rank ended."""
 
 
-def _missing(content: str, log: Log, seen: Seen) -> str | None:
+def _missing(content: str, log: Log, seen: RunEvidence) -> str | None:
     """The only rank without a traceback, if all others lost a connection."""
     world = _WORLD.search(content)
     count = seen.ranks or (int(world[1]) if world else 0)
@@ -249,8 +251,10 @@ def _last_words(log: Log, rank: str, code: int | None) -> Iterator[str]:
         yield f"ended with exit status {code}, without a traceback"
 
 
-def _last(lines: list[Line]) -> list[str]:
-    return [line.text for line in lines if line.text.strip() and not _NOISE.search(line.text)][-LAST_LINES:]
+def _last(lines: list[LogLine]) -> list[str]:
+    return [line.text for line in lines if line.text.strip() and not _NOISE.search(line.text)][
+        -MAX_LAST_LINES:
+    ]
 
 
 _NOISE = re.compile(r"\d%\|.*\|.*\[|\w*Warning: |^\s*warnings\.warn\(")
@@ -263,12 +267,12 @@ def signal_in(status: int) -> int:
     return number if number in set(signal.Signals) else 0
 
 
-def _explained(findings: list[Finding], seen: Seen) -> list[Finding]:
+def _explained(findings: list[Finding], seen: RunEvidence) -> list[Finding]:
     """The findings in the log, combined with related ones about this machine and the scripts."""
     shown = {finding.code for finding in findings}
     scripts = [script for script in seen.scripts if script.is_file()]
     of_script = [found for script in scripts for found in diagnose_script(str(script))]
-    both = spelled(combined([*findings, *diagnose_environment(), *of_script]), Usage(set(seen.tools)))
+    both = spelled(combined([*findings, *diagnose_environment(), *of_script]), RunTools(set(seen.tools)))
     return [finding for finding in both if finding.code in shown or shown & set(finding.also)]
 
 
@@ -287,7 +291,7 @@ def _who(root: Traceback, content: str) -> str:
 
 def _short(root: Traceback) -> Iterator[str]:
     """The last frames, without the path of site-packages, and the exception."""
-    for frame in [frame for frame in root.frames if not _LAUNCHER.search(frame)][-FRAMES:]:
+    for frame in [frame for frame in root.frames if not _LAUNCHER.search(frame)][-MAX_FRAMES:]:
         yield "  " + re.sub(r"^.*/(?:site|dist)-packages/", "", frame)
     yield f"{root.exception}: {root.message}" if root.message else root.exception
 
@@ -307,6 +311,6 @@ def print_why(failure: Failure, console: Console, language: str = "en") -> None:
         console.print(f"[bold red]{error}[/][bold]{title}[/] {aside(finding).of(language)}")
         for shown in (shown for shown in finding.places if shown.target.endswith(".py")):
             console.print(f"  {escape(str(shown))}  {escape(shown.text)}")
-        if finding.code != UNKNOWN:  # the cause of an unknown failure is the traceback above
+        if finding.code != UNKNOWN_FAILURE:  # the cause of an unknown failure is the traceback above
             console.print(f"[bold]{why}[/] {escape_lines(finding.rule.of(language))}")
         console.print(f"[bold]{cure}[/] {escape_lines(finding.remedy.of(language))}")

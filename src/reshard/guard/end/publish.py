@@ -15,11 +15,11 @@ from reshard.folders.companions import FILES_KEY, RECORD
 from reshard.records.checkpoint_files import foreign_in
 from reshard.records.reshard_json import digests_of, read_record
 
-UNCHECKED = ".unchecked"
+UNCHECKED_SUFFIX = ".unchecked"
 """Suffix of the name of a folder that has not been checked yet, and of one that is about to be removed."""
-REPLACED = ".replaced"
+REPLACED_SUFFIX = ".replaced"
 """Suffix of the name of an earlier folder, until the user's files are in the new one."""
-KEPT = ".kept"
+KEPT_SUFFIX = ".kept"
 """Suffix of the name of a user's file if the new folder has one of the same name."""
 
 
@@ -28,7 +28,7 @@ def publish(draft: Path, place: Path) -> list[str]:
 
     If `place` already has the same files, it stays as it is.
     """
-    aside = place.with_name(place.name + REPLACED)
+    aside = place.with_name(place.name + REPLACED_SUFFIX)
     kept = _settled(aside, place)
     if _is_same(place, draft):
         shutil.rmtree(draft)
@@ -43,7 +43,7 @@ def publish(draft: Path, place: Path) -> list[str]:
 
 def _settled(aside: Path, place: Path) -> list[str]:
     """Finish the replacement of an earlier folder, now at `aside`. Returns the names of the user's files in `place`."""
-    rubbish = aside.with_name(aside.name + UNCHECKED)
+    rubbish = aside.with_name(aside.name + UNCHECKED_SUFFIX)
     shutil.rmtree(rubbish, ignore_errors=True)
     if not aside.exists():
         return []
@@ -73,7 +73,7 @@ def _moved(file: Path, target: Path) -> Path:
 
 def _free(path: Path) -> Path:
     """A name next to a path, at which nothing lies."""
-    names = (path.with_name(f"{path.name}{KEPT}{number or ''}") for number in count())
+    names = (path.with_name(f"{path.name}{KEPT_SUFFIX}{number or ''}") for number in count())
     return next(each for each in names if not each.exists() and not each.is_symlink())
 
 

@@ -17,8 +17,8 @@ from reshard.base.errors import Problem
 if TYPE_CHECKING:
     from reshard.guard.end.failure import Failure
 
-SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-CURED = frozenset(
+REQUEUE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+CURED_CODES = frozenset(
     (
         *("killed-by-signal", "killed-terminated", "peer-died", "hang-nccl", "hang-gloo", "cuda-ecc"),
         *("nccl-system-error", "nccl-infiniband", "rendezvous-unreachable", "store-barrier-timeout"),
@@ -26,7 +26,7 @@ CURED = frozenset(
     )
 )
 """Codes of causes that a new start may cure: a lost rank or node, the network, a rank that did not go on."""
-SECONDS = 60
+SCONTROL_SECONDS = 60
 """Seconds that scontrol gets."""
 
 
@@ -39,7 +39,7 @@ def restarts(environment: Mapping[str, str] = os.environ) -> int:
 def is_cured(number: int, failure: Failure | None) -> bool:
     """Whether a new start may cure the signal, or the failure, by which a run ended."""
     codes = {finding.code for finding in failure.findings} if failure else set()
-    return number in SIGNALS or bool(codes & CURED)
+    return number in REQUEUE_SIGNALS or bool(codes & CURED_CODES)
 
 
 def requeue(most: int, environment: Mapping[str, str] = os.environ) -> str | Problem:
@@ -51,7 +51,7 @@ def requeue(most: int, environment: Mapping[str, str] = os.environ) -> str | Pro
         return f"job {job} is not requeued again: it was {count} times (--requeue {most})"
     words = ["scontrol", "requeue", job]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
         said = done.stderr.strip() if done.returncode else None
     except (OSError, subprocess.TimeoutExpired) as error:
         said = str(error)

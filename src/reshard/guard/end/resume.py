@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from packaging.version import InvalidVersion, Version
 
 from reshard.base.errors import ReshardError
-from reshard.checks.source import Call, Source, read_source
+from reshard.checks.script import Call, Script, read_source
 from reshard.folders.find_weights import RUN_FOLDER
-from reshard.guard.command.read import Started
-from reshard.guard.end.checkpoints import Found
+from reshard.guard.command.read_command import StartedProgram
+from reshard.guard.end.saved_checkpoints import FoundCheckpoint
 
-OPTION = "resume_from_checkpoint"
+RESUME_OPTION = "resume_from_checkpoint"
 """The Trainer's, and what most scripts call theirs."""
 
 
@@ -39,7 +39,7 @@ class _Change:
     dropped: tuple[str, ...] = ()
 
 
-def resume_of(started: Started, found: Found) -> Resume:
+def resume_of(started: StartedProgram, found: FoundCheckpoint) -> Resume:
     """How to continue a command from a checkpoint."""
     for module, change in _TOOLS.items():
         if re.match(module, started.module):
@@ -58,38 +58,40 @@ def resume_of(started: Started, found: Found) -> Resume:
 # --------------------------------------------------------------------------------------------------------- tools
 
 
-def _option(found: Found) -> str:
-    return f"--{OPTION}={found.path}"
+def _option(found: FoundCheckpoint) -> str:
+    return f"--{RESUME_OPTION}={found.path}"
 
 
-def _swift(started: Started, found: Found) -> _Change:
+def _swift(started: StartedProgram, found: FoundCheckpoint) -> _Change:
     """A run has a folder of its own, such as v0-20250101-120000: without these options it would get another one."""
     folder = found.path.parent
     stay = (f"--output_dir={folder}", "--add_version=false") if RUN_FOLDER.fullmatch(folder.name) else ()
     return _Change((_option(found), *stay), ("resume_only_model",))
 
 
-def _swift_megatron(started: Started, found: Found) -> _Change:
+def _swift_megatron(started: StartedProgram, found: FoundCheckpoint) -> _Change:
     lora = any(re.fullmatch(r"--(?:tuner_type|train_type)[= ]lora", each) for each in _pairs(started.words))
     name = "mcore_adapter" if lora else "mcore_model"
     return _Change((f"--{name}={found.path}", "--finetune=false"), ("no_load_optim", "no_load_rng"))
 
 
-def _llamafactory(started: Started, found: Found) -> _Change:
+def _llamafactory(started: StartedProgram, found: FoundCheckpoint) -> _Change:
     """After a config, it reads `key=value` by OmegaConf; without one, options by argparse."""
-    config = any(word.endswith(SETTINGS) for word in started.words)
-    return _Change((f"{OPTION}={found.path}" if config else _option(found),), ("overwrite_output_dir",))
+    config = any(word.endswith(SETTINGS_SUFFIXES) for word in started.words)
+    return _Change(
+        (f"{RESUME_OPTION}={found.path}" if config else _option(found),), ("overwrite_output_dir",)
+    )
 
 
-def _verl(started: Started, found: Found) -> _Change:
+def _verl(started: StartedProgram, found: FoundCheckpoint) -> _Change:
     return _Change(("trainer.resume_mode=resume_path", f"trainer.resume_from_path={found.path}"))
 
 
-def _torchtitan(started: Started, found: Found) -> _Change:
+def _torchtitan(started: StartedProgram, found: FoundCheckpoint) -> _Change:
     return _Change((f"--checkpoint.load_step={found.step}",))
 
 
-_TOOLS: dict[str, Callable[[Started, Found], _Change]] = {
+_TOOLS: dict[str, Callable[[StartedProgram, FoundCheckpoint], _Change]] = {
     r"swift\.cli\._megatron": _swift_megatron,
     r"swift\.cli": _swift,
     r"llamafactory": _llamafactory,
@@ -98,27 +100,28 @@ _TOOLS: dict[str, Callable[[Started, Found], _Change]] = {
     r"torchtitan": _torchtitan,
 }
 """By the module that a command starts."""
-TRL = Version("1.15")
+FIRST_RESUMING_TRL = Version("1.15")
 """The first release whose scripts continue; older ones accept the option and start again (trl.scripts)."""
 
 
-def _trl(started: Started, found: Found) -> Resume:
+def _trl(started: StartedProgram, found: FoundCheckpoint) -> Resume:
     try:
         version = Version((started.versions or {}).get("trl", "0"))
     except InvalidVersion:
         version = Version("0")
-    if version >= TRL:
+    if version >= FIRST_RESUMING_TRL:
         return _changed(started, _Change((_option(found),)))
     return Resume(
-        advice=f"scripts of TRL before {TRL} ignore --{OPTION}: update it, or copy {started.module} and call "
-        f'`trainer.train({OPTION}="{found.path}")`'
+        advice=f"scripts of TRL before {FIRST_RESUMING_TRL} ignore --{RESUME_OPTION}: update it, or "
+        f"copy {started.module} and call "
+        f'`trainer.train({RESUME_OPTION}="{found.path}")`'
     )
 
 
 # ------------------------------------------------------------------------------------------------------- scripts
 
 
-def _of_script(started: Started, found: Found, source: Source) -> Resume:
+def _of_script(started: StartedProgram, found: FoundCheckpoint, source: Script) -> Resume:
     imports = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", source.text, re.MULTILINE))
     if {"megatron", "pretrain_gpt", "gpt_builders"} & imports:
         dropped = ("finetune", "no-load-optim", "no-load-rng", "ckpt-step")
@@ -129,21 +132,21 @@ def _of_script(started: Started, found: Found, source: Source) -> Resume:
     if own := _own_option(source):
         value = () if own.constant("action") == "store_true" else (str(found.path),)
         return _changed(started, _Change(("=".join((_names(own)[0], *value)),), ("overwrite_output_dir",)))
-    given = next((call for call in trainer if call.keyword(OPTION) or call.node.args), None)
+    given = next((call for call in trainer if call.keyword(RESUME_OPTION) or call.node.args), None)
     if given and source.find("HfArgumentParser", "TrlParser"):
-        if started.words[-1].endswith(SETTINGS) and not started.words[-2].startswith("-"):
-            return Resume(advice=f"set {OPTION} to {found.path} in {started.words[-1]}")
+        if started.words[-1].endswith(SETTINGS_SUFFIXES) and not started.words[-2].startswith("-"):
+            return Resume(advice=f"set {RESUME_OPTION} to {found.path} in {started.words[-1]}")
         return _changed(started, _Change((_option(found),), ("overwrite_output_dir",)))
     if trainer:
         call = given or trainer[0]
         return Resume(
             advice=f"in {source.path}:{call.line}, write "
-            f'`{call.name}({OPTION}="{found.path}")`, and start the same command again'
+            f'`{call.name}({RESUME_OPTION}="{found.path}")`, and start the same command again'
         )
     return Resume(advice=f"load {found.path} in {source.path}, which has no option for that")
 
 
-SETTINGS = (".json", ".yaml", ".yml")
+SETTINGS_SUFFIXES = (".json", ".yaml", ".yml")
 """Files that scripts read in place of all options."""
 _RESUMING = re.compile(
     r"--(?:resume(?:[_-](?:from|path|ckpt|checkpoint|dir|training|from[_-](?:checkpoint|ckpt|path)))?"
@@ -152,7 +155,7 @@ _RESUMING = re.compile(
 _ORDER = ("--resume", "--load", "--ckpt", "--checkpoint")
 
 
-def _own_option(source: Source) -> Call | None:
+def _own_option(source: Script) -> Call | None:
     """The option by which a script continues, as its argparse declares it."""
     options = [call for call in source.find("add_argument", "option") if _names(call)]
     named = [(begin, call) for call in options for begin in _ORDER if _names(call)[0].startswith(begin)]
@@ -169,7 +172,7 @@ def _names(call: Call) -> list[str]:
 # --------------------------------------------------------------------------------------------------------- words
 
 
-def _changed(started: Started, change: _Change) -> Resume:
+def _changed(started: StartedProgram, change: _Change) -> Resume:
     """The command with a change: after its arguments, and before those that axolotl passes on to a launcher."""
     if not _is_typed(started):
         return Resume(advice=f"add {' '.join(change.added)} to its command")
@@ -182,10 +185,10 @@ def _changed(started: Started, change: _Change) -> Resume:
     return Resume((*words[:end], *added, *words[end:]))
 
 
-TRUTH = ("true", "false", "yes", "no", "1", "0")
+TRUTH_WORDS = ("true", "false", "yes", "no", "1", "0")
 
 
-def _is_typed(started: Started) -> bool:
+def _is_typed(started: StartedProgram) -> bool:
     """Whether the command's own words start the script, and not a shell script."""
     program = started.words[0].rsplit("/", 1)[-1] if started.words else ""
     return program not in ("bash", "sh", "zsh", "dash") and not program.endswith(".sh")
@@ -215,7 +218,7 @@ def _without(words: Sequence[str], valued: set[str], flags: set[str]) -> Iterato
         name = plain.lstrip("-+").replace("-", "_")
         is_option = word.startswith("--") or bool(given)
         is_value = not word.startswith("-") and (
-            before in valued or (before in flags and word.lower() in TRUTH)
+            before in valued or (before in flags and word.lower() in TRUTH_WORDS)
         )
         before = name if word.startswith("--") and not given else ""
         if not is_value and not (is_option and name in valued | flags):

@@ -16,24 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.guard.supervise.lifetime import end_with_parent
-from reshard.guard.supervise.passing import Signals
-from reshard.guard.supervise.relay import Relay, Stream
-from reshard.guard.watch.processes import Processes, Tree
-from reshard.guard.watch.watching import Line, Notice, Watcher
+from reshard.guard.supervise.child_processes import end_with_parent
+from reshard.guard.supervise.output_relay import OutputRelay, OutputStream
+from reshard.guard.supervise.signal_passing import PassedSignals
+from reshard.guard.watch.process_tree import Processes, ProcessTree
+from reshard.guard.watch.watcher import Notice, OutputLine, Watcher
 
-TICK = 1.0
+TICK_SECONDS = 1.0
 """Seconds between two looks at the processes."""
-LAST = 0.1
+LAST_OUTPUT_SECONDS = 0.1
 """Seconds for output that is still on its way when the command has ended."""
-PATIENCE = 40.0
+TERM_SECONDS = 40.0
 """Seconds that a command gets to end after SIGTERM; torchrun gives its ranks 30 of them."""
 
 OUTPUT_CLOSED = "output-closed"
 
 
 @dataclass
-class Outcome:
+class CommandOutcome:
     """How a command ended."""
 
     status: int = 0
@@ -65,7 +65,7 @@ class Outcome:
         }
 
 
-Asked = Callable[[int, "subprocess.Popen[bytes]"], float | None]
+SignalPolicy = Callable[[int, "subprocess.Popen[bytes]"], float | None]
 """Passes a signal on to a command. Returns after how many seconds the command is killed, None if never."""
 
 
@@ -76,19 +76,19 @@ def pass_on(number: int, process: subprocess.Popen[bytes]) -> None:
 
 def supervise(
     start: Callable[[], subprocess.Popen[bytes]],
-    relay: Relay,
+    relay: OutputRelay,
     watchers: Sequence[Watcher],
     say: Callable[[Notice], None],
     *,
-    asked: Asked = pass_on,
+    asked: SignalPolicy = pass_on,
     apart: bool = False,
-    tick: float = TICK,
-) -> Outcome:
+    tick: float = TICK_SECONDS,
+) -> CommandOutcome:
     """Run a command to its end. `say` prints what watchers have to say.
 
     `apart` is whether the command has a session of its own, and `tick` the time between two looks in seconds.
     """
-    with Signals(apart=apart) as signals:
+    with PassedSignals(apart=apart) as signals:
         started = time.monotonic()
         outcome = _Supervision(start(), relay, signals, watchers, say, asked, tick).follow()
     outcome.seconds = time.monotonic() - started
@@ -96,7 +96,7 @@ def supervise(
 
 
 def started(
-    words: Sequence[str], environment: Mapping[str, str], folder: Path, relay: Relay
+    words: Sequence[str], environment: Mapping[str, str], folder: Path, relay: OutputRelay
 ) -> subprocess.Popen[bytes]:
     """Start a command that ends with this process, with its output in a relay. Raises ReshardError if it cannot."""
     out, err = relay.ends
@@ -140,13 +140,13 @@ class _Supervision:
     """A command while it runs."""
 
     process: subprocess.Popen[bytes]
-    relay: Relay
-    signals: Signals
+    relay: OutputRelay
+    signals: PassedSignals
     watchers: Sequence[Watcher]
     say: Callable[[Notice], None]
-    asked: Asked
+    asked: SignalPolicy
     every: float
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: CommandOutcome = field(default_factory=CommandOutcome)
     processes: Processes = field(default_factory=dict)
     deadline: float | None = None
     """When a command that was asked to end is killed, by the monotonic clock."""
@@ -154,9 +154,9 @@ class _Supervision:
     """Whether output was lost that somebody still wanted: alone, the command could not have ended well."""
 
     def __post_init__(self) -> None:
-        self.tree = Tree(self.process.pid)
+        self.tree = ProcessTree(self.process.pid)
 
-    def follow(self) -> Outcome:
+    def follow(self) -> CommandOutcome:
         due = time.monotonic() + self.every
         while self.process.poll() is None:
             self._wait(due - time.monotonic())
@@ -187,7 +187,7 @@ class _Supervision:
             else:
                 self._hear()
 
-    def _move(self, stream: Stream) -> None:
+    def _move(self, stream: OutputStream) -> None:
         self._look_at(self.relay.move(stream))
         if stream not in self.relay.streams:
             stream.close()
@@ -195,7 +195,7 @@ class _Supervision:
                 self.lost = self.lost or stream.error.errno != errno.EPIPE
                 self.outcome.notices.append(Notice(_not_passed_on(stream.name, stream.error)))
 
-    def _look_at(self, lines: Iterable[Line]) -> None:
+    def _look_at(self, lines: Iterable[OutputLine]) -> None:
         for line in lines:
             for watcher in self.watchers:
                 self._tell(watcher.line(line))
@@ -230,14 +230,14 @@ class _Supervision:
             self.outcome.notices.append(notice)
             self.say(notice)
             if notice.stop and self.deadline is None:
-                self._end_in(PATIENCE)
+                self._end_in(TERM_SECONDS)
                 self.process.terminate()
 
     def _end_left(self) -> None:
         """End what outlives a launcher that the guard has ended: those of DeepSpeed and LLaMA-Factory do not wait."""
         self._send(signal.SIGTERM)
         while any(map(self.tree.lives, self.processes)) and time.monotonic() < (self.deadline or 0):
-            self._wait(LAST)
+            self._wait(LAST_OUTPUT_SECONDS)
         self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
@@ -247,15 +247,15 @@ class _Supervision:
 
     def _drain(self) -> None:
         """Pass on what is left. If other processes still write, a copy of this one goes on to pass it on."""
-        deadline = time.monotonic() + LAST
+        deadline = time.monotonic() + LAST_OUTPUT_SECONDS
         while self.relay.streams and time.monotonic() < deadline:
-            self._wait(LAST)
+            self._wait(LAST_OUTPUT_SECONDS)
             if self.relay.is_blocked and not self.signals.first:
-                deadline = time.monotonic() + LAST
+                deadline = time.monotonic() + LAST_OUTPUT_SECONDS
         if self.relay.streams and not os.fork():
             self.signals.restore()
             self.watchers = ()
             while self.relay.streams:
-                self._wait(TICK)
+                self._wait(TICK_SECONDS)
             os._exit(0)
         self.relay.close()

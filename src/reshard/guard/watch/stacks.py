@@ -1,7 +1,7 @@
 """What a process is doing: its Python stack, read from outside.
 
 py-spy reads any stack, if it is installed and the system lets it (in containers, that needs SYS_PTRACE). A script that
-imports `reshard.guard` writes its stack on a signal (`announce.py`). Otherwise only what the kernel says is known.
+imports `reshard.guard` writes its stack on a signal (`stack_signal.py`). Otherwise only what the kernel says is known.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard.guard.watch.announce import SIGNAL, stack_file
-from reshard.guard.watch.processes import Process
+from reshard.guard.watch.process_tree import Process
+from reshard.guard.watch.stack_signal import STACK_SIGNAL, stack_file
 
 _COLLECTIVES = re.compile(
     r"torch/distributed/(?:distributed_c10d|c10d_logger|_functional_collectives|rendezvous)\.py$"
@@ -138,7 +138,7 @@ def _by_signal(process: Process, folder: Path | None, kernel: str) -> Stack | No
     path = stack_file(folder, process.pid)
     with suppress(OSError):
         before = path.stat().st_size
-        os.kill(process.pid, SIGNAL)
+        os.kill(process.pid, STACK_SIGNAL)
         _wait_for(lambda: path.stat().st_size > before and path.stat().st_mtime < time.time() - 0.1)
         text = path.read_bytes()[before:].decode(errors="replace")
         found = (_FRAME.fullmatch(line) for line in text.splitlines())
@@ -154,7 +154,7 @@ def _catches(pid: int) -> bool:
     with suppress(OSError, ValueError):
         status = Path(f"/proc/{pid}/status").read_text()
         mask = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-        return bool(int(mask.split()[1], 16) >> (SIGNAL - 1) & 1)
+        return bool(int(mask.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
     return False
 
 

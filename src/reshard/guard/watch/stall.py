@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from reshard.base.errors import Problem
-from reshard.guard.watch.flights import ask_for_dumps, described, read_dumps
-from reshard.guard.watch.processes import Process, Processes, below, ranks_of
-from reshard.guard.watch.progress import Progress
+from reshard.guard.watch.flight_recorder import ask_for_dumps, described, read_dumps
+from reshard.guard.watch.process_tree import Process, Processes, below, ranks_of
 from reshard.guard.watch.stacks import Stack
-from reshard.guard.watch.watching import Notice, Watcher
+from reshard.guard.watch.trainer_progress import TrainerProgress
+from reshard.guard.watch.watcher import Notice, Watcher
 
 _BUSY = 0.05
 """Share of a processor above which a process is not idle: watchdogs, loggers and launchers that poll stay below."""
@@ -32,7 +32,7 @@ _LONGER = 3
 
 
 @dataclass(frozen=True)
-class Limits:
+class StallLimits:
     """After how many seconds a run is looked at, and what is concluded."""
 
     startup: float = 900
@@ -79,7 +79,7 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Look:
+class RankStates:
     """What the ranks do: some wait for others, some are idle elsewhere, some are gone, and the rest is busy."""
 
     stacks: dict[int, Stack]
@@ -107,12 +107,12 @@ class Look:
 
 
 @dataclass
-class Stall(Watcher):
+class StallWatcher(Watcher):
     """A Watcher that reports a run that stands still, once each time."""
 
-    progress: Progress
+    progress: TrainerProgress
     read_stack: Callable[[Process], Stack]
-    limits: Limits = field(default_factory=Limits)
+    limits: StallLimits = field(default_factory=StallLimits)
     stop: bool = False
     """Whether a stall ends the run."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Stall(Watcher):
     """The process of each rank that was seen."""
     _stopped: dict[int, float] = field(default_factory=dict)
     """Since when a rank is stopped."""
-    _look: Look | None = None
+    _look: RankStates | None = None
     _looked: float = 0.0
     _reported: float | None = None
     """The last sign of life before the report."""
@@ -170,7 +170,7 @@ class Stall(Watcher):
         limits = self.limits
         return max(limits.stall, _LONGER * self.progress.longest) if self.progress.started else limits.startup
 
-    def _see(self, now: float, silent: float, ranks: Processes, processes: Processes) -> Look:
+    def _see(self, now: float, silent: float, ranks: Processes, processes: Processes) -> RankStates:
         """Read the stacks; if all ranks are busy, only at the end: reading takes a little time from them."""
         idle = {
             rank
@@ -187,9 +187,11 @@ class Stall(Watcher):
             rank for rank, pid in self._pids.items() if pid not in processes or processes[pid].state == "Z"
         }
         asking = {rank for rank, stack in stacks.items() if stack.asks_service}
-        return Look(stacks, waiting - gone, idle - waiting - asking - gone, gone, asking)
+        return RankStates(stacks, waiting - gone, idle - waiting - asking - gone, gone, asking)
 
-    def _stands_still(self, now: float, silent: float, before: Look | None, processes: Processes) -> bool:
+    def _stands_still(
+        self, now: float, silent: float, before: RankStates | None, processes: Processes
+    ) -> bool:
         look = self._look
         assert look is not None
         if look.blamed and (look.gone or look == before):
@@ -205,14 +207,14 @@ class Stall(Watcher):
         """Whether the silence is too long whatever the processes do: without a line of output, or bytes of files."""
         return min(silent, now - max(self._activity.moved, self.progress.spoke)) >= self._last_limit
 
-    def _is_alone(self, look: Look, processes: Processes) -> bool:
+    def _is_alone(self, look: RankStates, processes: Processes) -> bool:
         """Whether the cause is among these processes, and not on another machine that prepares data for all."""
         worlds = [each.world for each in processes.values() if each.rank is not None]
         if max(worlds, default=0) > len(worlds):
             return self.progress.started and bool(look.idle)
         return self.progress.started or bool(worlds)
 
-    def _report(self, silent: float, look: Look, ranks: Processes, processes: Processes) -> Notice:
+    def _report(self, silent: float, look: RankStates, ranks: Processes, processes: Processes) -> Notice:
         found = f"no progress for {silent:.0f} s, since {self.progress.at}"
         if look.blamed:
             found += f"; {_ranks(look.waiting)} {_s('wait', look.waiting)} for {_ranks(look.blamed)}"
@@ -234,7 +236,7 @@ class Stall(Watcher):
             stop=self.stop,
         )
 
-    def _loaders(self, look: Look, ranks: Processes, processes: Processes) -> Iterator[str]:
+    def _loaders(self, look: RankStates, ranks: Processes, processes: Processes) -> Iterator[str]:
         """What a worker does for each rank that waits for its data loader."""
         for rank in sorted(look.idle):
             workers = [each for each in below(ranks[rank].pid, processes) if each.pid != ranks[rank].pid]
@@ -257,7 +259,7 @@ class Stall(Watcher):
         )
 
 
-def _described(look: Look, ranks: Processes) -> Iterator[str]:
+def _described(look: RankStates, ranks: Processes) -> Iterator[str]:
     """A line for each group of ranks that do the same."""
     groups: dict[str, list[int]] = {}
     for rank in sorted({*look.stacks, *look.gone}):
@@ -267,7 +269,7 @@ def _described(look: Look, ranks: Processes) -> Iterator[str]:
         yield f"{_ranks(group)}: {text}" + (f", process {pids}" if pids else "")
 
 
-def _doing(look: Look, rank: int) -> str:
+def _doing(look: RankStates, rank: int) -> str:
     if rank in look.gone:
         return "ended"
     stack = look.stacks[rank]

@@ -18,21 +18,21 @@ from typing import Any
 
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.plain_json import json_of
-from reshard.training.data.faults import Template, faults
-from reshard.training.data.images import located
-from reshard.training.data.mix import INDEX, Mix
+from reshard.training.data.mix import INDEX, DataMix
+from reshard.training.data.record_faults import TemplateLimits, faults
+from reshard.training.data.record_images import located
 from reshard.training.data.records import Row, kind_of, shapes_of, standard
 
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-SPLITS = {"test", "valid", "validation", "val", "eval", "dev"}
+DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+SPLIT_NAMES = {"test", "valid", "validation", "val", "eval", "dev"}
 """Names of splits that are usually kept out of training."""
-NAMED = 12
+MAX_FAULTY_RECORDS = 12
 """Maximum number of faulty records that are reported; the others are only counted."""
-BATCH = 4096
+ARROW_BATCH_ROWS = 4096
 """Rows of an Arrow batch."""
-PARQUET = 256
+PARQUET_BATCH_ROWS = 256
 """Rows of a Parquet file in memory: they may contain images."""
-ANY_TEMPLATE = Template()
+ANY_TEMPLATE = TemplateLimits()
 
 
 def not_found(path: Path, option: str = "--data") -> Problem:
@@ -55,14 +55,14 @@ def files_of(path: Path) -> list[Path]:
     if path.suffix == INDEX:
         return [path]
     inside = [path] if path.is_file() else _inside(path)
-    found = [file for file in inside if file.name.lower().endswith(SUFFIXES)]
+    found = [file for file in inside if file.name.lower().endswith(DATA_SUFFIXES)]
     if not found:
         names = [file.name for file in inside]
         raise ReshardError(
             "data-files-missing",
             "there are no data files",
             file=str(path),
-            expected=f"files that end in {', '.join(SUFFIXES)}",
+            expected=f"files that end in {', '.join(DATA_SUFFIXES)}",
             found=", ".join(names[:8]) + " …" * (len(names) > 8) if names else "an empty folder",
             remedy=_AS_LINES,
         )
@@ -77,7 +77,7 @@ def _inside(folder: Path) -> list[Path]:
 def held_out(path: Path) -> list[Path]:
     """Files named after an evaluation split that would be used for training with the others."""
     files = files_of(path)
-    named = [file for file in files if SPLITS & set(_words(file, path))]
+    named = [file for file in files if SPLIT_NAMES & set(_words(file, path))]
     return named if len(named) < len(files) else []
 
 
@@ -89,7 +89,7 @@ def _words(file: Path, root: Path) -> list[str]:
 def read_records(
     path: Path,
     method: str,
-    template: Template = ANY_TEMPLATE,
+    template: TemplateLimits = ANY_TEMPLATE,
     *,
     chosen: str | None = None,
     system: str | None = None,
@@ -145,7 +145,7 @@ class _Faulty:
     def add(self, where: str, problems: list[Problem]) -> None:
         self.count += 1
         for problem in problems:
-            if problem in self.places or len(self.places) < NAMED:
+            if problem in self.places or len(self.places) < MAX_FAULTY_RECORDS:
                 self.places.setdefault(problem, []).append(where)
 
     def end(self) -> None:
@@ -253,7 +253,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
             remedy="pip install pyarrow, or write the data as JSONL",
         ) from None
     try:
-        batches = parquet.ParquetFile(file).iter_batches(PARQUET)
+        batches = parquet.ParquetFile(file).iter_batches(PARQUET_BATCH_ROWS)
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
             yield f"{file}: row {number}", row
     except (arrow.ArrowException, ArithmeticError, ValueError, OSError) as error:
@@ -261,7 +261,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
         yield str(file), Problem("data-not-parquet", "not a Parquet file", found=found, remedy=_AGAIN)
 
 
-def load_dataset(mix: Mix, method: str, **more: Any) -> Any:
+def load_dataset(mix: DataMix, method: str, **more: Any) -> Any:
     """The data as a `datasets.Dataset` in TRL's standard shape; for a mix, one epoch of it. Raises ReshardError."""
     import pyarrow as arrow
     from datasets import Dataset
@@ -270,7 +270,7 @@ def load_dataset(mix: Mix, method: str, **more: Any) -> Any:
     for path in mix.paths:
         records = read_records(path, method, **more)
         sizes.append(0)
-        while rows := list(islice(records, BATCH)):
+        while rows := list(islice(records, ARROW_BATCH_ROWS)):
             sizes[-1] += len(rows)
             tables.append(arrow.table({key: _column(key, rows, path) for key in dict.fromkeys(chain(*rows))}))
     try:
@@ -290,7 +290,7 @@ def _column(key: str, rows: list[Row], path: Path) -> Any:
         raise _of_several_types(f'"{key}"', path, error) from None
 
 
-def _of_several_types(what: str, path: Path | Mix, error: Exception) -> ReshardError:
+def _of_several_types(what: str, path: Path | DataMix, error: Exception) -> ReshardError:
     return ReshardError(
         "column-of-several-types",
         f"{what} has values of several types",
@@ -301,7 +301,7 @@ def _of_several_types(what: str, path: Path | Mix, error: Exception) -> ReshardE
     )
 
 
-def digest_of(mix: Mix) -> str:
+def digest_of(mix: DataMix) -> str:
     """The digest of a mix: that of its data, or for several sources that of all their digests and weights."""
     if len(mix.sources) == 1:
         return digest(mix.sources[0].path)

@@ -20,7 +20,7 @@ INDEX, TOKENS = ".idx", ".bin"
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """A file or folder of data. `weight` is its share of an epoch relative to the other sources; None if not given."""
 
     path: Path
@@ -34,14 +34,14 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Mix:
+class DataMix:
     """The sources of a run. Either all have a weight or none has.
 
     Without weights, an epoch uses each record once. With weights, it is just long enough to use every record: records
     of sources that are too small for their share are used several times.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[DataSource, ...]
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.sources))
@@ -98,13 +98,13 @@ class Mix:
         return [{"path": str(source.path), "weight": source.weight} for source in self.sources]
 
 
-def mix_of(given: Any) -> Mix:
+def mix_of(given: Any) -> DataMix:
     """A mix from its `recorded` form, from a path, or from a mix."""
-    if isinstance(given, Mix):
+    if isinstance(given, DataMix):
         return given
     if isinstance(given, (str, Path)):
-        return Mix((Source(Path(given)),))
-    return Mix(tuple(Source(Path(each["path"]), each["weight"]) for each in given))
+        return DataMix((DataSource(Path(given)),))
+    return DataMix(tuple(DataSource(Path(each["path"]), each["weight"]) for each in given))
 
 
 def absolute(word: str) -> Path:
@@ -130,32 +130,32 @@ def are_indexed(paths: Iterable[Path]) -> bool:
     return any(path.suffix == INDEX for path in paths)
 
 
-def read_mix(option: str, words: Any, local: Callable[[str], Path] = absolute) -> Mix:
+def read_mix(option: str, words: Any, local: Callable[[str], Path] = absolute) -> DataMix:
     """The mix given as `PATH` or `PATH:WEIGHT`, or as a list of those. Raises ReshardError.
 
     A colon belongs to the path if that path exists, or if no number follows it. `local` returns the path of an argument
     without its weight, which may be a name.
     """
-    if isinstance(words, Mix):
+    if isinstance(words, DataMix):
         return words
     listed = words if isinstance(words, (list, tuple)) else [words]
     problems = [_no_path(option, each) for each in listed if not isinstance(each, (str, Path))]
     if problems or not listed:
         raise ReshardError(problems or [_no_path(option, words)])
-    mix = Mix(tuple(_source(str(each), local) for each in listed))
+    mix = DataMix(tuple(_source(str(each), local) for each in listed))
     wrong = [*_wrong_weights(option, mix), *_twice(option, mix)]
     if wrong:
         raise ReshardError(wrong)
     return mix
 
 
-def _source(word: str, local: Callable[[str], Path]) -> Source:
+def _source(word: str, local: Callable[[str], Path]) -> DataSource:
     given: float | None = None
     path, colon, weight = word.rpartition(":")
     if colon and path and not absolute(word).exists():
         with suppress(ValueError):
             given, word = float(weight), path
-    return Source(local(word), given)
+    return DataSource(local(word), given)
 
 
 def _no_path(option: str, found: Any) -> Problem:
@@ -167,7 +167,7 @@ def _no_path(option: str, found: Any) -> Problem:
     )
 
 
-def _wrong_weights(option: str, mix: Mix) -> Iterator[Problem]:
+def _wrong_weights(option: str, mix: DataMix) -> Iterator[Problem]:
     for source in mix.sources:
         if source.weight is not None and not 0 < source.weight < math.inf:
             yield Problem(
@@ -188,7 +188,7 @@ def _wrong_weights(option: str, mix: Mix) -> Iterator[Problem]:
         )
 
 
-def _twice(option: str, mix: Mix) -> Iterator[Problem]:
+def _twice(option: str, mix: DataMix) -> Iterator[Problem]:
     for path in dict.fromkeys(mix.paths):
         if (count := mix.paths.count(path)) > 1:
             yield Problem(

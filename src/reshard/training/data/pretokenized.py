@@ -8,15 +8,15 @@ from typing import Any
 from reshard.base.errors import Problem
 
 IDS, LABELS, COMPLETION, ASSISTANT = "input_ids", "labels", "completion_mask", "assistant_masks"
-BESIDE = (LABELS, COMPLETION, ASSISTANT)
-IGNORED = -100
+LABEL_COLUMNS = (LABELS, COMPLETION, ASSISTANT)
+IGNORED_LABEL = -100
 """The label of a token without loss."""
 
 
 def learned(row: Mapping[str, Any], *, completion_only: bool) -> list[bool]:
     """For each token whether the loss covers it: by its label, or without labels if every mask has a 1."""
     if LABELS in row:
-        return [label != IGNORED for label in row[LABELS]]
+        return [label != IGNORED_LABEL for label in row[LABELS]]
     masks = [row[name] for name in (ASSISTANT, *((COMPLETION,) if completion_only else ())) if name in row]
     return [all(bits) for _, *bits in zip(row[IDS], *masks, strict=True)]
 
@@ -40,12 +40,13 @@ def faults(row: Mapping[str, Any], rows: int | None) -> Iterator[Problem]:
             found=", ".join(f"{name}: {length}" for name, length in lengths.items()),
         )
     elif any(
-        label not in (IGNORED, each) for each, label in zip(row[IDS], row.get(LABELS, row[IDS]), strict=True)
+        label not in (IGNORED_LABEL, each)
+        for each, label in zip(row[IDS], row.get(LABELS, row[IDS]), strict=True)
     ):
         yield Problem(
             "labels-differ-from-tokens",
             f'"{LABELS}" differ from "{IDS}"',
-            rule=f"a label is the token itself, or {IGNORED} where there is no loss; the model shifts them",
+            rule=f"a label is the token itself, or {IGNORED_LABEL} where there is no loss; the model shifts them",
             remedy="do not shift the labels",
         )
 

@@ -1,4 +1,4 @@
-"""A record of data: its shape, and its conversion to TRL's standard shape. `faults.py` finds its problems.
+"""A record of data: its shape, and its conversion to TRL's standard shape. `record_faults.py` finds its problems.
 
 The shapes are those of TRL's documentation ("Dataset formats and types"): chat, prompt and completion, plain text,
 preference pairs, only prompts. ShareGPT's `conversations`, and Alpaca's `instruction`, `input` and `output`, become
@@ -14,14 +14,14 @@ from typing import Any
 from reshard.base.plain_json import json_of
 from reshard.training import methods
 from reshard.training.data import pretokenized
-from reshard.training.data.images import BESIDE, with_images
-from reshard.training.methods import CHATS, generates
+from reshard.training.data.record_images import TEMPLATE_COLUMNS, with_images
+from reshard.training.methods import CHAT_SHAPES, generates
 
 Row = dict[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-SHARE_GPT = {
-    **{role: role for role in ROLES},
+MESSAGE_ROLES = ("system", "developer", "user", "assistant", "tool")
+SHARE_GPT_ROLES = {
+    **{role: role for role in MESSAGE_ROLES},
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -29,7 +29,7 @@ SHARE_GPT = {
 }
 """Roles by the values of ShareGPT's `from`."""
 
-SHAPES = {
+RECORD_SHAPES = {
     "preference pairs": ("chosen", "rejected"),
     "rated answers": ("prompt", "completion", "label"),
     "prompt and completion": ("prompt", "completion"),
@@ -41,7 +41,7 @@ SHAPES = {
     "tokens": (pretokenized.IDS,),
 }
 """The columns that identify each shape, the more specific shape first."""
-METHODS = {name: method.shapes for name, method in methods.METHODS.items()}
+SHAPES_OF_METHOD = {name: method.shapes for name, method in methods.METHODS.items()}
 """The shapes that each method supports."""
 
 
@@ -50,23 +50,23 @@ def word_of(shape: str) -> str:
     return shape.lower().replace(" ", "-")
 
 
-DATA_SHAPES = tuple(map(word_of, METHODS["sft"]))
+SFT_SHAPES = tuple(map(word_of, SHAPES_OF_METHOD["sft"]))
 """Shapes as users type them; a record may fit several."""
 
 
 def shapes_of(row: Mapping[str, Any], method: str, chosen: str | None = None) -> list[str]:
     """The shapes of a row that a method supports; if there are several, only the `chosen` one."""
     keys = {key for key, value in row.items() if value is not None}
-    found = [shape for shape in METHODS[method] if keys.issuperset(SHAPES[shape])]
+    found = [shape for shape in SHAPES_OF_METHOD[method] if keys.issuperset(RECORD_SHAPES[shape])]
     return [shape for shape in found if len(found) == 1 or chosen in (None, word_of(shape))]
 
 
 def kind_of(row: Row) -> str:
     """The kind of a standard row: `chat as messages`, `plain text as strings`, `tokens`."""
-    shape = next(shape for shape, columns in SHAPES.items() if row.keys() >= set(columns))
+    shape = next(shape for shape, columns in RECORD_SHAPES.items() if row.keys() >= set(columns))
     if shape == "tokens":
         return shape
-    return f"{shape} as {'messages' if isinstance(row[SHAPES[shape][0]], list) else 'strings'}"
+    return f"{shape} as {'messages' if isinstance(row[RECORD_SHAPES[shape][0]], list) else 'strings'}"
 
 
 def standard(row: Row, shape: str, system: str | None = None) -> Row:
@@ -77,15 +77,19 @@ def standard(row: Row, shape: str, system: str | None = None) -> Row:
     if shape == "prompts":
         return {**row, "prompt": _with_system(_as_messages(row["prompt"]), system)}
     if shape == "tokens":
-        return {key: row[key] for key in (pretokenized.IDS, *pretokenized.BESIDE) if row.get(key) is not None}
+        return {
+            key: row[key]
+            for key in (pretokenized.IDS, *pretokenized.LABEL_COLUMNS)
+            if row.get(key) is not None
+        }
     return with_images(_of_texts(row, shape, system), row)
 
 
 def _of_texts(row: Row, shape: str, system: str | None) -> Row:
-    beside = {key: row[key] for key in BESIDE if row.get(key) is not None}
-    if shape in CHATS:
+    beside = {key: row[key] for key in TEMPLATE_COLUMNS if row.get(key) is not None}
+    if shape in CHAT_SHAPES:
         return {"messages": _with_system(_chat(row, shape), row.get("system") or system), **beside}
-    kept = _pair(row) if shape == "preference pairs" else {key: row[key] for key in SHAPES[shape]}
+    kept = _pair(row) if shape == "preference pairs" else {key: row[key] for key in RECORD_SHAPES[shape]}
     kept = {key: _as_messages(value) for key, value in kept.items()}
     if shape == "preference pairs" and _repeats_prompt(kept):
         del kept["prompt"]  # TRL would put it in front once more
@@ -172,7 +176,11 @@ def _as_message(value: Any) -> Any:
     who, content = value["from"], value.get("value")
     if who == "function_call" and (calls := _calls(content)):
         return {"role": "assistant", "content": None, "tool_calls": calls, **rest}
-    return {"role": SHARE_GPT.get(who, who) if isinstance(who, str) else who, "content": content, **rest}
+    return {
+        "role": SHARE_GPT_ROLES.get(who, who) if isinstance(who, str) else who,
+        "content": content,
+        **rest,
+    }
 
 
 def _calls(text: Any) -> list[Row]:

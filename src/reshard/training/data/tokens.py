@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 from reshard.base.errors import ReshardError
 from reshard.training.data import pretokenized
-from reshard.training.data.faults import Template, show
+from reshard.training.data.record_faults import TemplateLimits, show
 from reshard.training.data.records import Row, tools_of
 
-LOOKED_AT = 2000
+MEASURED_RECORDS = 2000
 """Maximum number of records that are tokenized to estimate lengths, drawn evenly from all."""
-LOOKED_AT_IMAGES = 64
+MEASURED_IMAGE_RECORDS = 64
 """The same for records with images, whose pixels are computed too."""
 _MARK = "\ue000"
 """A private-use character with which no text begins or ends."""
@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lengths:
+class RecordLengths:
     """Lengths of records, in tokens. Counts are for all `records`, estimated if fewer were `looked_at`."""
 
     records: int
@@ -53,10 +53,10 @@ class Lengths:
     empty: int
     """Records without any loss, because all of it was cut or masked."""
 
-    def __add__(self, other: Lengths) -> Lengths:
+    def __add__(self, other: RecordLengths) -> RecordLengths:
         """The lengths of the records of both."""
         sums = {name: count + getattr(other, name) for name, count in vars(self).items()}
-        return Lengths(**sums | {"longest": max(self.longest, other.longest)})
+        return RecordLengths(**sums | {"longest": max(self.longest, other.longest)})
 
     def as_dict(self) -> dict[str, int]:
         """For `--json`."""
@@ -64,14 +64,14 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Learning:
+class LossCoverage:
     """What the loss covers: in chats only the assistant's turns, after a prompt only its completion."""
 
     assistant_only: bool = False
     completion_only: bool = True
 
 
-EVERYTHING = Learning()
+LEARN_EVERYTHING = LossCoverage()
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -81,7 +81,7 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
 
 
-def samples(row: Row, tokenizer: Any, learning: Learning = EVERYTHING) -> list[Sample]:
+def samples(row: Row, tokenizer: Any, learning: LossCoverage = LEARN_EVERYTHING) -> list[Sample]:
     """The sequences of a record in standard shape: one, or two for a preference pair. Raises ReshardError."""
     found = _samples(row, tokenizer, learning)
     if not all(each.ids for each in found):
@@ -97,7 +97,7 @@ def samples(row: Row, tokenizer: Any, learning: Learning = EVERYTHING) -> list[S
     return found
 
 
-def _samples(row: Row, tokenizer: Any, learning: Learning) -> list[Sample]:
+def _samples(row: Row, tokenizer: Any, learning: LossCoverage) -> list[Sample]:
     if pretokenized.IDS in row:
         learned = pretokenized.learned(row, completion_only=learning.completion_only)
         return [Sample(row[pretokenized.IDS], learned)]
@@ -115,7 +115,7 @@ def _samples(row: Row, tokenizer: Any, learning: Learning) -> list[Sample]:
     return [_answered(prompt, answer, tokenizer, extra, learning) for answer in answers]
 
 
-def _chat(messages: list[Row], tokenizer: Any, extra: Mapping[str, Any], learning: Learning) -> Sample:
+def _chat(messages: list[Row], tokenizer: Any, extra: Mapping[str, Any], learning: LossCoverage) -> Sample:
     if not learning.assistant_only:
         ids = _encode(messages, tokenizer, extra)
         return Sample(ids, [True] * len(ids))
@@ -205,7 +205,7 @@ def _common(a: Any, b: Any) -> int:
 
 
 def _answered(
-    prompt: Any, answer: Any, tokenizer: Any, extra: Mapping[str, Any], learning: Learning
+    prompt: Any, answer: Any, tokenizer: Any, extra: Mapping[str, Any], learning: LossCoverage
 ) -> Sample:
     """A prompt and its answer. A token that spans the end of the prompt and the answer counts as part of the answer."""
     if isinstance(answer, str):
@@ -260,13 +260,13 @@ def asking_template(messages: list[Row]) -> Iterator[None]:
         ) from None
 
 
-def probe(tokenizer: Any) -> Template:
+def probe(tokenizer: Any) -> TemplateLimits:
     """What the chat template of a tokenizer refuses; nothing if it has no template."""
     if not getattr(tokenizer, "chat_template", None):
-        return Template()
+        return TemplateLimits()
     user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "b"}
     takes = _rendered([user], tokenizer) is not None
-    return Template(
+    return TemplateLimits(
         refuses_system=takes and _rendered([system, user], tokenizer) is None,
         refuses_repeated=takes and _rendered([user, user], tokenizer) is None,
         drops=_dropped(tokenizer),
@@ -291,7 +291,7 @@ def _dropped(tokenizer: Any) -> tuple[str, ...]:
     return ()
 
 
-def draw(rows: Iterable[Row], limit: int = LOOKED_AT) -> tuple[int, list[Row]]:
+def draw(rows: Iterable[Row], limit: int = MEASURED_RECORDS) -> tuple[int, list[Row]]:
     """The number of rows, and up to `limit` of them, drawn uniformly with a fixed seed."""
     chance, count = random.Random(0), 0
     kept: list[Row] = []
@@ -306,7 +306,7 @@ def draw(rows: Iterable[Row], limit: int = LOOKED_AT) -> tuple[int, list[Row]]:
 
 def lengths(
     records: int, drawn: list[Row], length: int | None, sample: Callable[[Row], list[Sample]]
-) -> Lengths:
+) -> RecordLengths:
     """The lengths of `records`, estimated from those drawn. Raises ReshardError if `sample` does for one."""
     tokens = longest = cut = empty = 0
     for row in drawn:
@@ -320,4 +320,4 @@ def lengths(
         empty += answers and not any(any(each.learned[:limit]) for each in given)
     scale = records / len(drawn) if drawn else 0.0
     tokens, cut, empty = (round(count * scale) for count in (tokens, cut, empty))
-    return Lengths(records, len(drawn), tokens, longest, cut, empty)
+    return RecordLengths(records, len(drawn), tokens, longest, cut, empty)

@@ -23,39 +23,39 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError, RunFailedError
 from reshard.base.foreign_text import escape
 from reshard.base.plain_json import put
-from reshard.guard.end.complete import RECORD
+from reshard.guard.end.completeness import RUN_RECORD
 from reshard.guard.screen import print_notice
-from reshard.guard.supervise import nodes
-from reshard.guard.supervise.lifetime import children
-from reshard.guard.supervise.relay import Relay
+from reshard.guard.supervise import node_meeting
+from reshard.guard.supervise.child_processes import children
+from reshard.guard.supervise.output_relay import OutputRelay
 from reshard.guard.supervise.supervision import supervise
-from reshard.guard.watch.memory import Memory
-from reshard.guard.watch.processes import Processes
-from reshard.guard.watch.progress import Progress
+from reshard.guard.watch.memory_watch import MemoryWatcher
+from reshard.guard.watch.process_tree import Processes
 from reshard.guard.watch.stacks import read_stack
-from reshard.guard.watch.stall import Limits, Stall
-from reshard.guard.watch.watching import Line, Notice, Watcher
+from reshard.guard.watch.stall import StallLimits, StallWatcher
+from reshard.guard.watch.trainer_progress import TrainerProgress
+from reshard.guard.watch.watcher import Notice, OutputLine, Watcher
 from reshard.training import signals
-from reshard.training.launching.ending import Screen, end, failure_of_rank, failure_of_ranks, print_end
-from reshard.training.launching.places import Place, forget, place_of
-from reshard.training.launching.provenance import record_of
-from reshard.training.launching.torchrun import TORCHRUN, Torchrun
-from reshard.training.planning.gpus import gpu_count
+from reshard.training.launching.end_of_run import RunScreen, end, failure_of_rank, failure_of_ranks, print_end
+from reshard.training.launching.rank_environment import LaunchedRank, forget, launched_rank
+from reshard.training.launching.run_record import record_of
+from reshard.training.launching.torchrun import TORCHRUN_MODULE, Torchrun
+from reshard.training.planning.gpu_models import gpu_count
 from reshard.training.run import Run
 from reshard.training.show import trackers
-from reshard.training.show.display import Display
-from reshard.training.show.monitor import METRICS, Row, Tail, begun, monitor_of
-from reshard.training.worker import PROBLEMS, REFUSED, TRAINED, claim, claimed, work
+from reshard.training.show.metrics import METRICS_FILE, MetricsRow, MetricsTail, begun, monitor_of
+from reshard.training.show.progress_display import ProgressDisplay
+from reshard.training.worker import PROBLEMS_FILE, REFUSED_STATUS, TRAINED_FILE, claim, claimed, work
 
-LOG = "train.log"
-WORKER = "reshard.training.worker"
+LOG_FILE = "train.log"
+WORKER_MODULE = "reshard.training.worker"
 """The module that each rank runs."""
-FAILED = 1
-POLL = 0.2
+FAILED_STATUS = 1
+POLL_SECONDS = 0.2
 """Seconds between two looks at the ranks."""
-SILENCE = Limits(stall=1800)
+EVALUATION_LIMITS = StallLimits(stall=1800)
 """An evaluation, which reports nothing until it ends, may take longer than the output of a script stays silent."""
-PATIENCE = 40.0
+TORCHRUN_END_SECONDS = 40.0
 """Seconds that torchrun gets to end its ranks; it gives them 30 itself."""
 
 
@@ -66,16 +66,16 @@ def processes(run: Run) -> int:
 
 def leads(run: Run) -> bool:
     """Whether this process acts for the run: it is rank 0, or the launcher on the first node."""
-    place = place_of(run)
+    place = launched_rank(run)
     return place.rank == 0 if place else run.ranks.node_rank == 0
 
 
 def command(run: Run) -> list[str]:
     """The command that starts the ranks of this node. Raises ReshardError if nodes could not find each other."""
-    ranks, record = run.ranks, str(run.output / of_node(run, RECORD))
+    ranks, record = run.ranks, str(run.output / of_node(run, RUN_RECORD))
     if _is_alone(run):
-        return [sys.executable, "-m", WORKER, record]
-    words = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={processes(run)}"]
+        return [sys.executable, "-m", WORKER_MODULE, record]
+    words = [sys.executable, "-m", TORCHRUN_MODULE, f"--nproc-per-node={processes(run)}"]
     if ranks.nnodes == 1:  # by address, because a host's own name may not resolve; port 0 selects a free port
         words += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     else:
@@ -83,7 +83,7 @@ def command(run: Run) -> list[str]:
         words += [f"--nnodes={ranks.nnodes}", f"--node-rank={ranks.node_rank}"]
         words += [f"--master-addr={host}", f"--master-port={port}"]
     words += [f"--max-restarts={ranks.max_restarts}"] if ranks.max_restarts else []
-    return [*words, "--tee=3", "-m", WORKER, record]
+    return [*words, "--tee=3", "-m", WORKER_MODULE, record]
 
 
 def _is_alone(run: Run) -> bool:
@@ -93,7 +93,7 @@ def _is_alone(run: Run) -> bool:
 
 def _rendezvous(run: Run) -> tuple[str, int]:
     ranks = run.ranks
-    place = nodes.place_named(ranks.rendezvous or "")
+    place = node_meeting.place_named(ranks.rendezvous or "")
     if isinstance(place, tuple) and ranks.node_rank < ranks.nnodes:
         return place
     raise ReshardError(
@@ -113,7 +113,7 @@ def ahead(run: Run, looking: bytes | None = None) -> Torchrun | None:
     Returns None if another launcher starts the ranks, if several nodes have to meet first, or if it cannot be started.
     """
     with suppress(ReshardError, ImportError, OSError):  # the preflight reports it
-        if run.ranks.nnodes == 1 and place_of(run) is None:
+        if run.ranks.nnodes == 1 and launched_rank(run) is None:
             near = next(each for each in run.output.absolute().parents if each.exists())
             return Torchrun.start(command(run), environment(run), near, run, looking)
     return None
@@ -124,15 +124,15 @@ def wait_for_first(run: Run) -> None:
 
     Other launchers end all their ranks with the first.
     """
-    if run.ranks.node_rank and place_of(run) is None:
-        nodes.wait_for_first(*_rendezvous(run))
+    if run.ranks.node_rank and launched_rank(run) is None:
+        node_meeting.wait_for_first(*_rendezvous(run))
 
 
 def refuse(run: Run, problems: list[Problem]) -> None:
     """Let the nodes that wait for this one end as well."""
-    if run.ranks.nnodes > 1 and place_of(run) is None:
+    if run.ranks.nnodes > 1 and launched_rank(run) is None:
         with suppress(ReshardError):  # without an address, no node waits
-            nodes.refuse(_rendezvous(run)[1], run.ranks.nnodes - 1, problems)
+            node_meeting.refuse(_rendezvous(run)[1], run.ranks.nnodes - 1, problems)
 
 
 def of_node(run: Run, name: str) -> str:
@@ -166,7 +166,7 @@ def launch(
     record: Mapping[str, Any] | None = None,
     *,
     started: Torchrun | None = None,
-    screen: Screen | None = None,
+    screen: RunScreen | None = None,
 ) -> int:
     """Train on all ranks. Returns the exit status.
 
@@ -175,8 +175,8 @@ def launch(
     continue.
     """
     trackers.check(run)
-    screen = screen or Screen()
-    place = place_of(run)
+    screen = screen or RunScreen()
+    place = launched_rank(run)
     if place:
         return _take(place, run, record or {}, screen)
     words = command(run)
@@ -192,14 +192,14 @@ def launch(
 def _prepare(run: Run, record: Mapping[str, Any]) -> None:
     """Write the run's record, and move or remove the files of an earlier attempt."""
     run.output.mkdir(parents=True, exist_ok=True)
-    log = run.output / of_node(run, LOG)
+    log = run.output / of_node(run, LOG_FILE)
     if log.exists():
         older = len(list(run.output.glob(f"{log.stem}-before-*{log.suffix}")))
         log.rename(log.with_name(f"{log.stem}-before-{older + 1}{log.suffix}"))
     if run.ranks.node_rank == 0:
-        for name in (PROBLEMS, TRAINED, *(() if run.resume else (METRICS,))):
+        for name in (PROBLEMS_FILE, TRAINED_FILE, *(() if run.resume else (METRICS_FILE,))):
             (run.output / name).unlink(missing_ok=True)
-    put(run.output / of_node(run, RECORD), record_of(run, record))
+    put(run.output / of_node(run, RUN_RECORD), record_of(run, record))
 
 
 @dataclass
@@ -207,9 +207,9 @@ class _Ranks(Watcher):
     """The ranks while they run: a Watcher of their metrics, and what to do about signals."""
 
     run: Run
-    display: Display
-    tail: Tail
-    progress: Progress = field(default_factory=lambda: Progress(nan_steps=0))
+    display: ProgressDisplay
+    tail: MetricsTail
+    progress: TrainerProgress = field(default_factory=lambda: TrainerProgress(nan_steps=0))
     """Of their metrics; that their losses are finite, they check themselves."""
     first: int = 0
     """The first signal."""
@@ -232,12 +232,16 @@ class _Ranks(Watcher):
         self.display.look()
         return ()
 
-    def _read(self, row: Row, now: float) -> None:
+    def _read(self, row: MetricsRow, now: float) -> None:
         self.training = self.training or row["event"] == "begin"
         if row["event"] == "stop":
             self.first, self.stop = self.first or int(row["signal"]), str(row["why"])
         elif "step" in row:
-            list(self.progress.line(Line(now, "metrics", f"step {row['step']}/{self.display.history.total}")))
+            list(
+                self.progress.line(
+                    OutputLine(now, "metrics", f"step {row['step']}/{self.display.history.total}")
+                )
+            )
 
     def ask_to_end(self, number: int, process: subprocess.Popen[bytes]) -> float:
         """Make the ranks finish and save their step, or end if there is none. Returns the seconds that they get.
@@ -251,7 +255,7 @@ class _Ranks(Watcher):
         self.first = self.first or number
         if not self.training or self.stop:
             process.terminate()
-            return PATIENCE
+            return TORCHRUN_END_SECONDS
         self.asked = tuple(children(process.pid))
         for rank in self.asked:
             with suppress(ProcessLookupError):
@@ -271,27 +275,27 @@ class _Ranks(Watcher):
         if self.late:
             return str(signals.late(self.first, self.run.save_on_signal))
         why = "no step was finished" if not self.training else "the ranks ended without finishing their step"
-        return str(signals.Stopped(self.first, why=why))
+        return str(signals.StoppedRun(self.first, why=why))
 
 
-def _follow(torchrun: Torchrun, run: Run, screen: Screen) -> _Ranks:
+def _follow(torchrun: Torchrun, run: Run, screen: RunScreen) -> _Ranks:
     """Follow the ranks until they end."""
-    display = Display(run, screen.console, quiet=screen.quiet)
-    ranks = _Ranks(run, display, Tail(run.output / METRICS))
+    display = ProgressDisplay(run, screen.console, quiet=screen.quiet)
+    ranks = _Ranks(run, display, MetricsTail(run.output / METRICS_FILE))
     for row in ranks.tail.rows():  # rows of earlier attempts
         display.history.add(row)
-    stall = Stall(ranks.progress, partial(read_stack, folder=torchrun.folder), SILENCE)
+    stall = StallWatcher(ranks.progress, partial(read_stack, folder=torchrun.folder), EVALUATION_LIMITS)
     with torchrun, display:
-        relay = Relay.kept(run.output / of_node(run, LOG), torchrun.output)
+        relay = OutputRelay.kept(run.output / of_node(run, LOG_FILE), torchrun.output)
         torchrun.go()
         outcome = supervise(
             lambda: torchrun.process,
             relay,
-            [ranks, stall, Memory()],
+            [ranks, stall, MemoryWatcher()],
             partial(print_notice, console=screen.console),
             asked=ranks.ask_to_end,
             apart=True,
-            tick=POLL,
+            tick=POLL_SECONDS,
         )
     ranks.kill()
     ranks.tick(time.time(), {})
@@ -299,25 +303,27 @@ def _follow(torchrun: Torchrun, run: Run, screen: Screen) -> _Ranks:
     return ranks
 
 
-def _told(run: Run, status: int, ranks: _Ranks, screen: Screen) -> int:
+def _told(run: Run, status: int, ranks: _Ranks, screen: RunScreen) -> int:
     """Report how the ranks ended. Returns the exit status of the command."""
-    log = run.output / of_node(run, LOG)
+    log = run.output / of_node(run, LOG_FILE)
     if ranks.first:
         interrupted(run, ranks.told(), screen, log)
         return 128 + ranks.first
     problems = claimed(run.output)
     if problems:
         raise _refused(run, problems, screen)
-    if status == 0 and (run.ranks.node_rank > 0 or (run.output / TRAINED).is_file()):
+    if status == 0 and (run.ranks.node_rank > 0 or (run.output / TRAINED_FILE).is_file()):
         end(run, "trained")
         return 0
     failure = failure_of_ranks(run, log, status, ranks=int(_is_alone(run)))
     end(run, "failed", failure, screen.language)
     print_end(run, failure, screen, log)
-    return FAILED
+    return FAILED_STATUS
 
 
-def _refused(run: Run, problems: list[Problem], screen: Screen, place: Place | None = None) -> ReshardError:
+def _refused(
+    run: Run, problems: list[Problem], screen: RunScreen, place: LaunchedRank | None = None
+) -> ReshardError:
     """The error if ranks refuse to continue. Before the first step it is not a failure, and nothing was left behind."""
     from reshard.guard.end.failure import Failure  # with the doctor
 
@@ -331,17 +337,21 @@ def _refused(run: Run, problems: list[Problem], screen: Screen, place: Place | N
 
 
 def interrupted(
-    run: Run, how: str, screen: Screen | None = None, log: Path | None = None, place: Place | None = None
+    run: Run,
+    how: str,
+    screen: RunScreen | None = None,
+    log: Path | None = None,
+    place: LaunchedRank | None = None,
 ) -> None:
     """Report which signal ended a run, and what is left of it."""
     from reshard.guard.end.failure import Failure  # with the doctor
 
     failure = Failure("the run", (), (), f"was {how}")
     end(run, "interrupted", failure, place=place)
-    print_end(run, failure, screen or Screen(), log, place)
+    print_end(run, failure, screen or RunScreen(), log, place)
 
 
-def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> int:
+def _take(place: LaunchedRank, run: Run, record: Mapping[str, Any], screen: RunScreen) -> int:
     """Run the rank that another launcher has started. Rank 0 writes and shows what reshard's launcher otherwise would.
 
     Other settings of that launcher stay: the engine refuses those that contradict the plan.
@@ -355,21 +365,21 @@ def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> 
         _prepare(run, record)
         if not screen.quiet:
             screen.console.print(f"in the place that {place.launcher} gave: rank 0 of {place.world_size}")
-    display = Display(run, screen.console, quiet=screen.quiet or not first)
+    display = ProgressDisplay(run, screen.console, quiet=screen.quiet or not first)
 
-    def by_signal(stop: signals.Stopped) -> None:
+    def by_signal(stop: signals.StoppedRun) -> None:
         interrupted(run, str(stop), screen, place=place)
 
     try:
         with display, signals.listening(run.save_on_signal, by_signal if first else None):
             work(run, monitor_of(run, [display.add, *trackers.listeners(run)] if first else []))
             if number := signals.heard():
-                raise signals.Stopped(number, why="all steps are done, and the final folder is not made")
+                raise signals.StoppedRun(number, why="all steps are done, and the final folder is not made")
     except ReshardError as error:
         if not claim(run.output, error.problems):
-            return REFUSED
+            return REFUSED_STATUS
         raise _refused(run, error.problems, screen, place) from None
-    except signals.Stopped as stop:
+    except signals.StoppedRun as stop:
         if first:
             by_signal(stop)
         return stop.status
@@ -379,7 +389,7 @@ def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> 
             print_end(run, failure, screen, place=place)
         else:
             screen.console.print(f"rank {place.rank} ended as well: {type(error).__name__}", markup=False)
-        return FAILED
+        return FAILED_STATUS
     if first:
         end(run, "trained")
     return 0

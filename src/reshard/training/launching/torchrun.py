@@ -25,29 +25,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.base.plain_json import put
-from reshard.guard.end.complete import RECORD
-from reshard.guard.supervise.lifetime import end_with_parent
-from reshard.guard.watch.announce import FOLDER
+from reshard.guard.end.completeness import RUN_RECORD
+from reshard.guard.supervise.child_processes import end_with_parent
+from reshard.guard.watch.stack_signal import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
-    from reshard.training.outlook import Preflight
+    from reshard.training.preflight_report import Preflight
     from reshard.training.run import Run
 
-TORCHRUN = "torch.distributed.run"
-ALONE = {
+TORCHRUN_MODULE = "torch.distributed.run"
+SINGLE_RANK_ENVIRONMENT = {
     **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",  # any free port
 }
 """The variables that torchrun gives to a single rank."""
-PATIENCE = 30.0
+TERM_SECONDS = 30.0
 """Seconds that a rank gets to end after SIGTERM, as from torchrun."""
-POLL = 0.02
+POLL_SECONDS = 0.02
 """Seconds between two looks for the result of the first rank."""
-GATE = "_RESHARD_GATE"
+GATE_VARIABLE = "_RESHARD_GATE"
 """Makes a rank wait, and names the folder with the record of its run, if `run.json` is only written later."""
-BYTES = b"." * (1 << 14)
+GATE_BYTES = b"." * (1 << 14)
 """One for each rank and each restart: a quarter of a pipe's capacity."""
 LOOKING, LOOKED = "looking.pickle", "looked.pickle"
 """A preflight as far as the launcher made it, and what came of it in the first rank."""
@@ -75,7 +75,7 @@ class Torchrun:
         """
         folder = Path(tempfile.mkdtemp(prefix=".reshard-train-", dir=near))
         if run:
-            put(folder / RECORD, run.as_dict())
+            put(folder / RUN_RECORD, run.as_dict())
         if looking:
             (folder / LOOKING).write_bytes(looking)
         output, end = os.pipe()
@@ -84,7 +84,7 @@ class Torchrun:
             stdin=subprocess.PIPE,
             stdout=end,
             stderr=subprocess.STDOUT,
-            env={**environment, GATE: str(folder) if run else "", FOLDER: str(folder)},
+            env={**environment, GATE_VARIABLE: str(folder) if run else "", FOLDER_VARIABLE: str(folder)},
             start_new_session=True,
             preexec_fn=partial(_be_torchrun, os.getpid()),
         )
@@ -97,7 +97,7 @@ class Torchrun:
         while not file.exists():
             if self.process.poll() is not None:
                 return None
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
         found: Preflight | None = pickle.loads(file.read_bytes())
         return found
 
@@ -105,7 +105,7 @@ class Torchrun:
         """Let the ranks start."""
         assert self.process.stdin
         with suppress(BrokenPipeError), self.process.stdin as pipe:  # the caller notices if it has ended
-            pipe.write(BYTES)
+            pipe.write(GATE_BYTES)
 
     def __enter__(self) -> Torchrun:
         return self
@@ -131,7 +131,7 @@ def _be_torchrun(parent: int) -> None:
 
 def wait() -> None:
     """In a rank: import what its engine needs, if there is time, then wait for `go`; end here if it never comes."""
-    folder = os.environ.pop(GATE, None)
+    folder = os.environ.pop(GATE_VARIABLE, None)
     if folder is None:
         return  # a user typed torchrun's command
     if folder:
@@ -147,7 +147,7 @@ def _use(folder: Path) -> None:
     """Import what the run needs; and in the first rank, go on with its preflight."""
     looking, found = folder / LOOKING, None
     with suppress(Exception):  # it is reported when it matters
-        from reshard.training.engines import engine_of
+        from reshard.training.engine_registry import engine_of
         from reshard.training.run import Run
 
         run = Run.read(folder)
@@ -164,7 +164,7 @@ def main(folder: Path, module: str, words: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # until torchrun has its own
     signal.signal(signal.SIGUSR1, lambda number, frame: None)  # ranks would inherit that it is ignored
     try:
-        if module != TORCHRUN:
+        if module != TORCHRUN_MODULE:
             sys.exit(_run_alone(module, words))
         from torch.distributed.run import main as torchrun
 
@@ -176,14 +176,16 @@ def main(folder: Path, module: str, words: Sequence[str]) -> None:
 def _run_alone(module: str, words: Sequence[str]) -> int:
     """Run a single rank. Returns its exit status, as in a shell."""
     rank = subprocess.Popen(
-        [sys.executable, "-m", module, *words], env={**os.environ, **ALONE}, start_new_session=True
+        [sys.executable, "-m", module, *words],
+        env={**os.environ, **SINGLE_RANK_ENVIRONMENT},
+        start_new_session=True,
     )
     try:
         code = rank.wait()
     except SystemExit:
         rank.terminate()
         with suppress(subprocess.TimeoutExpired):
-            rank.wait(PATIENCE)
+            rank.wait(TERM_SECONDS)
         rank.kill()
         raise
     return code if code >= 0 else 128 - code

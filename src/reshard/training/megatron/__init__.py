@@ -1,9 +1,9 @@
 """Fine-tuning and continued pre-training with megatron-core, from and to Hugging Face folders.
 
-`options.py` lists the options, `looks.py`, `batches.py` and `memory.py` are used before launch; `weights.py` plans the
-shards of each rank, `load.py` reads them; `rows.py` makes sequences from data; `setup.py`, `step.py`, `store.py`,
-`lora.py` and `proof.py` are the parts of `loop.py`, which trains. Importing this package imports neither torch nor
-megatron-core.
+`options.py` lists the options, `checks.py`, `batches.py` and `memory_estimate.py` are used before launch;
+`sharded_weights.py` plans the shards of each rank, `engines/megatron/fill_model.py` reads them; `packed_rows.py` makes
+sequences from data; `rank_setup.py`, `training_step.py`, `run_checkpoints.py`, `lora.py` and `assertions.py` are the
+parts of `training_loop.py`, which trains. Importing this package imports neither torch nor megatron-core.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 
 from reshard.base.errors import Problem
 from reshard.folders import iterations
-from reshard.training.data.tokens import Learning, Lengths
+from reshard.training.data.tokens import LossCoverage, RecordLengths
 from reshard.training.engine import (
     Checkpoints,
     Engine,
+    EngineChecks,
     Estimates,
-    Looks,
-    Reading,
+    SequenceReading,
     Trained,
     sizes_in_words,
 )
-from reshard.training.megatron import looks, memory, speed
+from reshard.training.megatron import checks, memory_estimate, step_cost
 from reshard.training.megatron.batches import batches, precision
 from reshard.training.megatron.options import known_options, read
 from reshard.training.run import Run
-from reshard.training.show.monitor import Metrics
+from reshard.training.show.metrics import MetricsWriter
 
 _CHATTER: tuple[dict[str, Any], ...] = (
     {"module": r"megatron\.core"},
@@ -45,14 +45,14 @@ def _plan(run: Run, world_size: int) -> list[str]:
     return [*sizes_in_words(run.layout), f"DP{max(run.layout.replicas(world_size), 1)}"]
 
 
-def _reading(run: Run, options: Mapping[str, Any], record: Mapping[str, Any]) -> Reading:
+def _reading(run: Run, options: Mapping[str, Any], record: Mapping[str, Any]) -> SequenceReading:
     """Long text continues in the next sequence; other samples are packed or padded."""
     limit = None if "text" in record else options["seq_length"] or None
     packed = bool(options["pack"])
-    return Reading(
+    return SequenceReading(
         "seq_length",
         limit,
-        Learning(bool(options["assistant_only_loss"])),
+        LossCoverage(bool(options["assistant_only_loss"])),
         packed=packed,
         full=True,
         mixed=True,
@@ -66,8 +66,8 @@ def _evaluation(run: Run) -> str:
     return f"{often} and after the last step{part}"
 
 
-def _indexed(run: Run) -> Lengths:
-    from reshard.training.megatron.indexed import look
+def _indexed(run: Run) -> RecordLengths:
+    from reshard.training.megatron.indexed_datasets import look
 
     return look(run, read(run))
 
@@ -83,16 +83,16 @@ def _warm(run: Run) -> bool:
     return True
 
 
-def _train(run: Run, monitor: Metrics) -> Trained:
+def _train(run: Run, monitor: MetricsWriter) -> Trained:
     for chatter in _CHATTER:
         warnings.filterwarnings("ignore", **chatter)
-    from reshard.training.megatron import loop
+    from reshard.training.megatron import training_loop
 
-    return loop.train(run, monitor)
+    return training_loop.train(run, monitor)
 
 
 def _check(run: Run, trained: Trained, final: Path) -> list[Problem]:
-    from reshard.training.megatron.checking import check
+    from reshard.training.megatron.final_check import check
 
     return check(run, trained, final)
 
@@ -108,7 +108,7 @@ ENGINE = Engine(
     requires=lambda run: {"torch": ">=2.6", "transformers": ">=5", "megatron-core": ">=0.12.3"},
     known_options=known_options,
     options=lambda run: read(run).as_dict(),
-    looks=Looks(looks.asked, looks.machine, looks.model),
+    looks=EngineChecks(checks.asked, checks.machine, checks.model),
     reading=_reading,
     batches=batches,
     precision=precision,
@@ -116,12 +116,16 @@ ENGINE = Engine(
     evaluation=_evaluation,
     plan=_plan,
     estimates=Estimates(
-        memory.parts, memory.parallelisms, memory.savings, memory.smaller_batch, speed.work_of
+        memory_estimate.parts,
+        memory_estimate.parallelisms,
+        memory_estimate.savings,
+        memory_estimate.smaller_batch,
+        step_cost.work_of,
     ),
     checkpoints=Checkpoints(
         pattern="iter_*",
         name=iterations.name_of,
-        saved=looks.saved,
+        saved=checks.saved,
         expected="iter_*",
         interval=lambda options: options.get("save_interval"),
         shares=lambda run, world_size: (run.layout.tp * run.layout.pp, world_size),

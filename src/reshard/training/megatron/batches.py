@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError
 from reshard.training.data.mix import are_indexed
-from reshard.training.engine import Batches, Precision
-from reshard.training.megatron.options import Options, read
-from reshard.training.planning.gpus import has_gpu
+from reshard.training.engine import StateBytes, StepCounts
+from reshard.training.megatron.options import MegatronOptions, read
+from reshard.training.planning.gpu_models import has_gpu
 from reshard.training.run import Run
 
-USUAL = 16
+DEFAULT_BATCH = 16
 """Default number of sequences per step."""
 
 
 @dataclass(frozen=True)
-class Steps:
+class RunSteps:
     """The number of sequences per step, and of steps."""
 
     replicas: int
@@ -32,12 +32,12 @@ class Steps:
         return self.sequences // (self.micro * self.replicas)
 
 
-def steps_of(options: Options, layout: Layout, world_size: int, sequences: int) -> Steps:
+def steps_of(options: MegatronOptions, layout: Layout, world_size: int, sequences: int) -> RunSteps:
     """The steps of a run over `sequences` of data. Raises ReshardError naming everything that does not divide."""
     check_ranks(options, layout, world_size)
     replicas = layout.replicas(world_size)
     unit = options.micro_batch_size * replicas * (layout.pp if layout.vpp > 1 else 1)
-    size = options.global_batch_size or -(-USUAL // unit) * unit
+    size = options.global_batch_size or -(-DEFAULT_BATCH // unit) * unit
     if size % unit:
         below = size // unit * unit
         raise ReshardError(
@@ -49,10 +49,10 @@ def steps_of(options: Options, layout: Layout, world_size: int, sequences: int) 
             remedy=f"choose --global_batch_size {below + unit}" + (f" or {below}" if below else ""),
         )
     total = options.train_iters or max(1, math.ceil(sequences * options.train_epochs / size - 1e-9))
-    return Steps(replicas, options.micro_batch_size, size, total)
+    return RunSteps(replicas, options.micro_batch_size, size, total)
 
 
-def schedule(options: Options, steps: Steps) -> tuple[int, int]:
+def schedule(options: MegatronOptions, steps: RunSteps) -> tuple[int, int]:
     """Steps of the decay, and of the warm-up in it. Raises ReshardError if no steps remain after the warm-up."""
     decay = options.lr_decay_iters or steps.total
     warmup = options.lr_warmup_iters
@@ -69,7 +69,7 @@ def schedule(options: Options, steps: Steps) -> tuple[int, int]:
     return decay, warmup
 
 
-def check_ranks(options: Options, layout: Layout, world_size: int) -> None:
+def check_ranks(options: MegatronOptions, layout: Layout, world_size: int) -> None:
     """Raise ReshardError if ranks or sequence length are not divisible by the layout."""
     problems = []
     model_ranks = layout.tp * layout.pp * layout.cp
@@ -107,7 +107,7 @@ def _sizes(layout: Layout) -> str:
     )
 
 
-def _length_problems(options: Options, layout: Layout) -> list[Problem]:
+def _length_problems(options: MegatronOptions, layout: Layout) -> list[Problem]:
     length = options.seq_length or 0
     cut = layout.tp * layout.cp * (2 if layout.cp > 1 else 1)
     if length % cut == 0:
@@ -124,19 +124,19 @@ def _length_problems(options: Options, layout: Layout) -> list[Problem]:
     ]
 
 
-def batches(run: Run, world_size: int, samples: int, tokens: int | None = None) -> Batches:
+def batches(run: Run, world_size: int, samples: int, tokens: int | None = None) -> StepCounts:
     """The batches of a run. The number of sequences with packed samples is forecast from records, not `tokens`."""
     options = read(run)
     if run.layout.cp > 1 or options.transformer_impl:
         uses_transformer_engine(options, run.layout)
     sequences = samples
     if options.pack and not options.train_iters and not are_indexed(run.data.paths):
-        from reshard.training.megatron.rows import forecast
+        from reshard.training.megatron.packed_rows import forecast
 
         sequences = forecast(run, options, samples)
     steps = steps_of(options, run.layout, world_size, sequences)
     schedule(options, steps)
-    return Batches(
+    return StepCounts(
         per_device=steps.micro,
         accumulation=steps.microbatches,
         replicas=steps.replicas,
@@ -145,7 +145,7 @@ def batches(run: Run, world_size: int, samples: int, tokens: int | None = None) 
     )
 
 
-def precision(run: Run) -> Precision:
+def precision(run: Run) -> StateBytes:
     """Bytes of a parameter's weight, gradient and optimizer states, as Megatron's DDP and optimizer keep them.
 
     Gradients are summed in float32. With 16-bit weights the optimizer also keeps float32 main weights. Sharding by the
@@ -153,7 +153,7 @@ def precision(run: Run) -> Precision:
     """
     options = read(run)
     halves = is_half(options)
-    return Precision(
+    return StateBytes(
         weights=2 if halves else 4,
         gradients=2 if options.grad_reduce_in_bf16 and halves else 4,
         optimizer=12 if halves else 8,
@@ -162,14 +162,14 @@ def precision(run: Run) -> Precision:
     )
 
 
-def is_half(options: Options) -> bool:
+def is_half(options: MegatronOptions) -> bool:
     """Whether weights have 16 bits. The default is bfloat16 on a GPU."""
     if options.fp32 or options.bf16 is False:
         return options.fp16
     return options.fp16 or bool(options.bf16) or has_gpu()
 
 
-def uses_transformer_engine(options: Options, layout: Layout) -> bool:
+def uses_transformer_engine(options: MegatronOptions, layout: Layout) -> bool:
     """Whether TransformerEngine's layers are used. Raises ReshardError for options that the layers do not support."""
     there = _has_transformer_engine()
     wanted = options.transformer_impl or ("transformer_engine" if there and has_gpu() else "local")

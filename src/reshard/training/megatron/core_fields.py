@@ -13,12 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from reshard.training.fields import Field, fields_of
+from reshard.training.dataclass_fields import Field, fields_of
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
+TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
 """Megatron-LM's names of dtypes for optimizer states, and torch's."""
 MODEL, OPTIMIZER, DATA_PARALLEL = "TransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig"
-CONFIGS: dict[str, tuple[tuple[str, str], ...]] = {
+CORE_CONFIGS: dict[str, tuple[tuple[str, str], ...]] = {
     MODEL: (
         ("model_parallel_config.py", "ModelParallelConfig"),
         ("transformer/transformer_config.py", "TransformerConfig"),
@@ -29,7 +29,7 @@ CONFIGS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """The configs of a run, and where megatron-core 0.12 to 0.16 declare their fields, bases first."""
 
-USUAL = {
+TRAINING_DEFAULTS = {
     "attention_dropout": "0.0",
     "hidden_dropout": "0.0",
     "moe_token_dispatcher_type": "alltoall",
@@ -43,17 +43,17 @@ def core_fields() -> dict[str, dict[str, Field]]:
     """Every field of each config by name; none if megatron-core is not installed."""
     spec = find_spec("megatron.core") if find_spec("megatron") else None
     if spec is None or spec.origin is None:
-        return {config: {} for config in CONFIGS}
+        return {config: {} for config in CORE_CONFIGS}
     root = Path(spec.origin).parent
     names = {"torch": SimpleNamespace(dtype=Literal["fp32", "bf16", "fp16", "fp8"])}
     return {
         config: {
-            name: replace(field, default=USUAL.get(name, field.default))
+            name: replace(field, default=TRAINING_DEFAULTS.get(name, field.default))
             for file, declared in places
             for name, field in fields_of(root / file, declared, names).items()
             if not name.startswith("_")
         }
-        for config, places in CONFIGS.items()
+        for config, places in CORE_CONFIGS.items()
     }
 
 
@@ -68,7 +68,9 @@ def given_to(config: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
     fields = core_fields()[config]
     return {
-        name: getattr(torch, DTYPES[value]) if name.endswith("_dtype") and value in DTYPES else value
+        name: getattr(torch, TORCH_DTYPES[value])
+        if name.endswith("_dtype") and value in TORCH_DTYPES
+        else value
         for name, value in values.items()
         if name in fields
     }

@@ -25,22 +25,22 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.engines.megatron.shards import Coordinates, Weights, layer_of
+from reshard.engines.megatron.weight_shards import Coordinates, ShardedWeights, layer_of
 from reshard.formats.megatron.mcore import split_of
 from reshard.formats.sharding import shard_boxes
-from reshard.training.megatron.options import Options
+from reshard.training.megatron.options import MegatronOptions
 
-ADAPTED = re.compile(r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(linear_(?:qkv|proj|fc1|fc2))")
+ADAPTED_LINEARS = re.compile(r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(linear_(?:qkv|proj|fc1|fc2))")
 """Experts are not adapted: a PEFT adapter that names modules cannot store their pairs."""
-MARK = ".adapter."
+ADAPTER_MARK = ".adapter."
 
 
 def is_adapter(key: str) -> bool:
     """Whether a key of a model's state belongs to an adapter's weights."""
-    return MARK in key and "_extra_state" not in key
+    return ADAPTER_MARK in key and "_extra_state" not in key
 
 
-def adapt(chunks: list[Any], weights: Weights, at: Coordinates, options: Options) -> None:
+def adapt(chunks: list[Any], weights: ShardedWeights, at: Coordinates, options: MegatronOptions) -> None:
     """Freeze the model and add a pair below each selected linear layer. Raises ReshardError if there is none."""
     tp = weights.layout.tp
     problems = []
@@ -58,7 +58,7 @@ def adapt(chunks: list[Any], weights: Weights, at: Coordinates, options: Options
         (chunk, index, name)
         for index, chunk in enumerate(chunks)
         for name, _ in chunk.named_modules()
-        if (match := ADAPTED.fullmatch(name)) and match[1] in options.lora_target_modules
+        if (match := ADAPTED_LINEARS.fullmatch(name)) and match[1] in options.lora_target_modules
     ]
     if not found:
         problems.append(
@@ -80,7 +80,7 @@ def adapt(chunks: list[Any], weights: Weights, at: Coordinates, options: Options
         linear = chunk.get_submodule(name)
         whole = layer_of(weights, at, index, name)
         gated = chunk.config.gated_linear_unit and name.endswith("linear_fc1")
-        _attach(linear, Pair(linear, whole, options), gated=gated)
+        _attach(linear, LoraPair(linear, whole, options), gated=gated)
 
 
 def _let_gradients_begin(module: Any, inputs: Any, output: Any) -> Any:
@@ -88,10 +88,10 @@ def _let_gradients_begin(module: Any, inputs: Any, output: Any) -> Any:
     return output.requires_grad_()
 
 
-class Pair(torch.nn.Module):  # type: ignore[misc]
+class LoraPair(torch.nn.Module):  # type: ignore[misc]
     """The two matrices of an adapter, sharded like the linear layer that they belong to."""
 
-    def __init__(self, linear: Any, name: str, options: Options) -> None:
+    def __init__(self, linear: Any, name: str, options: MegatronOptions) -> None:
         super().__init__()
         tp = ps.get_tensor_model_parallel_world_size()
         rows, columns = linear.weight.shape
@@ -117,7 +117,7 @@ class Pair(torch.nn.Module):  # type: ignore[misc]
             weight.tensor_model_parallel = True  # as `load.fill` marks those of the base
         self._begin(f"{name}.adapter.linear_in.weight", (rank, columns * (tp if self.by_row else 1)), options)
 
-    def _begin(self, name: str, shape: tuple[int, int], options: Options) -> None:
+    def _begin(self, name: str, shape: tuple[int, int], options: MegatronOptions) -> None:
         """Initialize as PEFT does, Kaiming and zeros, with random numbers seeded by name, independent of the layout."""
         bound = 1 / np.sqrt(shape[1])
         random = np.random.default_rng([options.seed, crc32(name.encode())])
@@ -165,7 +165,7 @@ def _fused_norm(linear: Any) -> Callable[[Any], Any] | None:
     return norm
 
 
-def _attach(linear: Any, pair: Pair, *, gated: bool) -> None:
+def _attach(linear: Any, pair: LoraPair, *, gated: bool) -> None:
     """Add the pair's output to that of the linear layer, and its weights to what the layer saves."""
     linear.adapter = pair
     linear.register_forward_hook(_add)

@@ -1,8 +1,8 @@
 """The options of the Megatron engine: reshard's own, named like Megatron-LM's arguments, and megatron-core's.
 
 Its own are declared once, with type, default and a line of help. Other fields of megatron-core's configs are passed
-through (`core_fields.py`), except those of `refusals.py`. Values come from the command line or from a config file; both
-are converted to the type, or refused.
+through (`core_fields.py`), except those of `refused_options.py`. Values come from the command line or from a config
+file; both are converted to the type, or refused.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, get_type_hints
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.checks.precision import several
-from reshard.training.engine import Option
-from reshard.training.fields import kind, typed
-from reshard.training.findings import of_fact
+from reshard.training.dataclass_fields import kind, typed
+from reshard.training.engine import EngineOption
+from reshard.training.findings_as_problems import of_fact
 from reshard.training.megatron.core_fields import all_fields
-from reshard.training.megatron.refusals import missing, passes, refused
-from reshard.training.names import nearest
+from reshard.training.megatron.refused_options import missing, passes, refused
 from reshard.training.option_checks import mistyped, without_evaluation, without_lora, wrong_numbers
+from reshard.training.option_names import nearest
 from reshard.training.run import Run
 
-LENGTH = 4096
+DEFAULT_LENGTH = 4096
 """Default length of a packed sequence in tokens, unless the model supports fewer positions."""
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+LORA_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Layers that LoRA adapts by default, named as in Megatron-Bridge's `target_modules`."""
 FULL_LR, LORA_LR = 2e-5, 1e-4
 
@@ -36,7 +36,7 @@ def _option(default: Any, text: str, *choices: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Options:
+class MegatronOptions:
     """Options with the names of Megatron-LM. None means that the value is derived from others, as the help says."""
 
     lr: float | None = _option(None, f"peak learning rate [default: {FULL_LR:g}, or {LORA_LR:g} with --lora]")
@@ -71,7 +71,7 @@ class Options:
         "sequences per optimizer step, over all ranks [default: the smallest multiple that is at least 16]",
     )
     seq_length: int | None = _option(
-        None, f"tokens per sequence [default: {LENGTH}, or the model's maximum if that is less]"
+        None, f"tokens per sequence [default: {DEFAULT_LENGTH}, or the model's maximum if that is less]"
     )
     weight_decay: float = _option(0.01, "weight decay of matrices; not applied to norms and biases")
     weight_decay_incr_style: str = _option(
@@ -142,7 +142,7 @@ class Options:
     lora_r: int = _option(16, "rank of the adapters")
     lora_alpha: float = _option(32.0, "the adapters are scaled by lora_alpha / lora_r")
     lora_dropout: float = _option(0.0, "dropout before the adapters")
-    lora_target_modules: tuple[str, ...] = _option(LINEARS, "linear layers to adapt")
+    lora_target_modules: tuple[str, ...] = _option(LORA_LINEARS, "linear layers to adapt")
     report_to: tuple[str, ...] | None = _option(None, "other programs to send metrics to: tensorboard, wandb")
     distributed_timeout_minutes: int = _option(30, "minutes that a rank waits for another one")
 
@@ -160,53 +160,53 @@ class Options:
         return self.lr
 
 
-OWN = {each.name: each for each in fields(Options) if each.name != "more"}
-"""The fields of `Options` by name."""
+OWN_OPTIONS = {each.name: each for each in fields(MegatronOptions) if each.name != "more"}
+"""The fields of `MegatronOptions` by name."""
 
 
-def known_options(method: str) -> list[Option]:
+def known_options(method: str) -> list[EngineOption]:
     """Every option with its type in words: reshard's own, then megatron-core's."""
-    hints = get_type_hints(Options)
+    hints = get_type_hints(MegatronOptions)
     own = [
-        Option(
+        EngineOption(
             name,
             " | ".join(each.metadata["choices"]) or kind(hints[name]),
             "" if each.default is None else _shown(each.default),
             each.metadata["help"],
         )
-        for name, each in OWN.items()
+        for name, each in OWN_OPTIONS.items()
     ]
-    theirs = [each for name, each in sorted(all_fields().items()) if name not in OWN and passes(name)]
-    return [*own, *(Option(each.name, kind(each.hint), each.default, each.help) for each in theirs)]
+    theirs = [each for name, each in sorted(all_fields().items()) if name not in OWN_OPTIONS and passes(name)]
+    return [*own, *(EngineOption(each.name, kind(each.hint), each.default, each.help) for each in theirs)]
 
 
 def _shown(value: Any) -> str:
     return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def read(run: Run) -> Options:
+def read(run: Run) -> MegatronOptions:
     """The options of a run, with defaults filled in. Raises ReshardError naming all wrong ones."""
     problems: list[Problem] = []
     given: dict[str, Any] = {}
     more: dict[str, Any] = {}
-    hints, theirs = get_type_hints(Options), all_fields()
+    hints, theirs = get_type_hints(MegatronOptions), all_fields()
     for name, value in run.options.items():
-        hint = hints[name] if name in OWN else theirs[name].hint if name in theirs else None
+        hint = hints[name] if name in OWN_OPTIONS else theirs[name].hint if name in theirs else None
         if hint is None:
             problems.append(_unknown(name, value))
-        elif name not in OWN and (wrong := refused(name, value)):
+        elif name not in OWN_OPTIONS and (wrong := refused(name, value)):
             problems.append(wrong)
         else:
             try:
-                (given if name in OWN else more)[name] = _chosen(name, typed(value, hint))
+                (given if name in OWN_OPTIONS else more)[name] = _chosen(name, typed(value, hint))
             except ValueError:
-                choices = OWN[name].metadata["choices"] if name in OWN else ()
+                choices = OWN_OPTIONS[name].metadata["choices"] if name in OWN_OPTIONS else ()
                 problems.append(mistyped(name, value, kind(hint), choices))
     problems += missing(more, local=given.get("transformer_impl") == "local")
     if not problems:
         given.setdefault("lr", LORA_LR if run.lora else FULL_LR)
         given.setdefault("seq_length", _length(run.model))
-        options = Options(**given, more=more)
+        options = MegatronOptions(**given, more=more)
         problems = [
             *_contradictions(options),
             *without_evaluation(
@@ -221,7 +221,7 @@ def read(run: Run) -> Options:
 
 def _chosen(name: str, value: Any) -> Any:
     """The value, if it is among the choices of its option, if any. Raises ValueError."""
-    choices = OWN[name].metadata["choices"] if name in OWN else ()
+    choices = OWN_OPTIONS[name].metadata["choices"] if name in OWN_OPTIONS else ()
     if choices and value is not None and value not in choices:
         raise ValueError(value)
     return value
@@ -230,13 +230,13 @@ def _chosen(name: str, value: Any) -> Any:
 def _length(model: Path) -> int:
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        return min(LENGTH, int(config.get("max_position_embeddings") or LENGTH))
+        return min(DEFAULT_LENGTH, int(config.get("max_position_embeddings") or DEFAULT_LENGTH))
     except (OSError, ValueError, TypeError, AttributeError):
-        return LENGTH  # `Run`'s own check and `resolve` report problems of the folder
+        return DEFAULT_LENGTH  # `Run`'s own check and `resolve` report problems of the folder
 
 
 def _unknown(name: str, value: Any) -> Problem:
-    known = [*OWN, *(each for each in all_fields() if each not in OWN and passes(each))]
+    known = [*OWN_OPTIONS, *(each for each in all_fields() if each not in OWN_OPTIONS and passes(each))]
     return Problem(
         "megatron-option-unknown",
         "the Megatron engine has no such option",
@@ -295,7 +295,7 @@ _NOT_NEGATIVE = (
 )
 
 
-def _contradictions(options: Options) -> Any:
+def _contradictions(options: MegatronOptions) -> Any:
     values: Mapping[str, Any] = options.as_dict()
     yield from wrong_numbers(values, positive=_POSITIVE, not_negative=_NOT_NEGATIVE)
     yield from map(of_fact, several([f"--{name}" for name in ("bf16", "fp16", "fp32") if values[name]]))
@@ -330,11 +330,11 @@ def _contradictions(options: Options) -> Any:
         )
     yield from _schedules(options)
     for name in options.lora_target_modules:
-        if name not in LINEARS:
-            yield mistyped("lora_target_modules", name, "", LINEARS)
+        if name not in LORA_LINEARS:
+            yield mistyped("lora_target_modules", name, "", LORA_LINEARS)
 
 
-def _schedules(options: Options) -> Iterator[Problem]:
+def _schedules(options: MegatronOptions) -> Iterator[Problem]:
     """Schedules of learning rate or weight decay that lack one of their options, or have one of another schedule."""
     ends = (options.start_weight_decay, options.end_weight_decay)
     if options.weight_decay_incr_style != "constant" and None in ends:

@@ -9,18 +9,18 @@ from typing import Any
 
 from reshard.base.errors import GIB, ReshardError, memory_size
 from reshard.checks.environment import Environment
-from reshard.training.engine import Batches, Precision
-from reshard.training.engines import engine_of
+from reshard.training.engine import StateBytes, StepCounts
+from reshard.training.engine_registry import engine_of
 from reshard.training.run import Run
 
-OVERHEAD = GIB
+OVERHEAD_BYTES = GIB
 """What CUDA, cuBLAS and NCCL allocate, roughly; nothing on a CPU."""
-USABLE = 0.95
+USABLE_SHARE = 0.95
 """The part of a GPU's memory that can be filled before fragmentation makes allocations fail."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes on the fullest GPU. Generation and training alternate, so only the larger of the two counts."""
 
     always: Mapping[str, int]
@@ -43,16 +43,16 @@ class Memory:
 
 
 def estimate(
-    run: Run, batches: Batches, precision: Precision, world_size: int, *, gpu: bool = True
-) -> Memory:
+    run: Run, batches: StepCounts, precision: StateBytes, world_size: int, *, gpu: bool = True
+) -> MemoryEstimate:
     """The memory of a run on the fullest of `world_size` GPUs."""
     parts = engine_of(run).estimates.parts
     always, step, generation = parts(run, batches, precision, world_size, gpu=gpu)
-    return Memory({**always, **({"CUDA and NCCL": OVERHEAD} if gpu else {})}, step, generation)
+    return MemoryEstimate({**always, **({"CUDA and NCCL": OVERHEAD_BYTES} if gpu else {})}, step, generation)
 
 
 def by_length(
-    run: Run, batches: Batches, precision: Precision, world_size: int
+    run: Run, batches: StepCounts, precision: StateBytes, world_size: int
 ) -> dict[int, tuple[int, int]]:
     """Bytes of activations at half, once and twice the length: if kept, and if recomputed."""
 
@@ -64,9 +64,9 @@ def by_length(
     return {length: (activations(length, False), activations(length, True)) for length in lengths}
 
 
-def fits(memory: Memory, available: int) -> bool:
+def fits(memory: MemoryEstimate, available: int) -> bool:
     """Whether it fits into `available` bytes."""
-    return memory.total <= available * USABLE
+    return memory.total <= available * USABLE_SHARE
 
 
 def available(environment: Environment, processes: int) -> int:
@@ -84,8 +84,8 @@ class Proposal:
 
     flags: tuple[str, ...]
     run: Run
-    batches: Batches
-    memory: Memory
+    batches: StepCounts
+    memory: MemoryEstimate
 
     def __str__(self) -> str:
         return f"{' '.join(self.flags)} ({memory_size(self.memory.total)})"

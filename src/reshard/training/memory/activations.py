@@ -18,7 +18,7 @@ from reshard.families.rules import Dims
 
 
 @dataclass(frozen=True)
-class Widths:
+class LayerWidths:
     """Widths of a layer, in elements. `experts` are the active experts per token; 0 in a dense layer."""
 
     layers: int
@@ -43,10 +43,10 @@ class Widths:
         return self.heads * self.key // self.query
 
     @staticmethod
-    def of(config: Mapping[str, Any]) -> Widths:
+    def of(config: Mapping[str, Any]) -> LayerWidths:
         """The widths in a config.json, or in its text model's config. Raises ReshardError if a size is missing."""
         try:
-            return Widths._of(language_config(config))
+            return LayerWidths._of(language_config(config))
         except UNUSABLE as error:
             raise ReshardError(
                 Problem(
@@ -59,14 +59,14 @@ class Widths:
             ) from None
 
     @staticmethod
-    def _of(config: Mapping[str, Any]) -> Widths:
+    def _of(config: Mapping[str, Any]) -> LayerWidths:
         family = declared(config.get("model_type"))
         if family is None:
             return _plain(config)
         args = family.config.to_args(config)
         dims = Dims.from_args(args, int(config["vocab_size"]))
         latent = dims.kv_lora > 0
-        return Widths(
+        return LayerWidths(
             layers=dims.layers,
             hidden=dims.hidden,
             heads=dims.heads,
@@ -84,12 +84,12 @@ class Widths:
         )
 
 
-def _plain(config: Mapping[str, Any]) -> Widths:
+def _plain(config: Mapping[str, Any]) -> LayerWidths:
     """The widths of a dense model, under the names that nearly all configs use."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     size = int(config.get("head_dim") or hidden // heads)
     groups = int(config.get("num_key_value_heads") or heads)
-    return Widths(
+    return LayerWidths(
         layers=int(config["num_hidden_layers"]),
         hidden=hidden,
         heads=heads,
@@ -102,7 +102,7 @@ def _plain(config: Mapping[str, Any]) -> Widths:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptBytes:
     """How tensors are kept: bytes per element of computations, and of the residual stream.
 
     They differ under autocast, where weights and residual stream have 32 bits. `frozen` weights need no gradient, so
@@ -122,7 +122,7 @@ class Kept:
     joined: bool = False
 
 
-def of_layers(widths: Widths, kept: Kept, length: int) -> int:
+def of_layers(widths: LayerWidths, kept: KeptBytes, length: int) -> int:
     """Bytes per token that all layers keep together. `length` is that of a sequence, in tokens."""
     dense = widths.layers - widths.sparse
     attention = _attention(widths, kept, length)
@@ -133,7 +133,7 @@ def of_layers(widths: Widths, kept: Kept, length: int) -> int:
     )
 
 
-def of_one_layer(widths: Widths, kept: Kept, length: int) -> int:
+def of_one_layer(widths: LayerWidths, kept: KeptBytes, length: int) -> int:
     """Bytes per token that the largest layer keeps."""
     mlps = [_experts(widths, kept)] if widths.sparse else []
     if widths.sparse < widths.layers:
@@ -141,30 +141,30 @@ def of_one_layer(widths: Widths, kept: Kept, length: int) -> int:
     return _attention(widths, kept, length) + max(mlps)
 
 
-def of_ends(widths: Widths, kept: Kept) -> int:
+def of_ends(widths: LayerWidths, kept: KeptBytes) -> int:
     """Bytes per token that the last norm keeps, and the head for its input."""
     return (_norm(widths.hidden, kept) + kept.computed * widths.hidden) // kept.sp
 
 
-def between_layers(widths: Widths, kept: Kept) -> int:
+def between_layers(widths: LayerWidths, kept: KeptBytes) -> int:
     """Bytes per token passed from layer to layer: all that is kept if layers are recomputed."""
     return kept.residual * widths.hidden // kept.sp
 
 
-def _norm(width: int, kept: Kept) -> int:
+def _norm(width: int, kept: KeptBytes) -> int:
     """The input in float32, and unless the weight is frozen, the factor that is multiplied with it."""
     if kept.fused:
         return width * kept.computed
     return width * (4 + (0 if kept.frozen else kept.residual))
 
 
-def _linears(width: int, count: int, kept: Kept) -> int:
+def _linears(width: int, count: int, kept: KeptBytes) -> int:
     """The input of `count` linear layers that share it; the adapters of frozen layers each cast it separately."""
     copies = count if kept.frozen and kept.computed < 4 else 1
     return copies * width * kept.computed
 
 
-def _attention(widths: Widths, kept: Kept, length: int) -> int:
+def _attention(widths: LayerWidths, kept: KeptBytes, length: int) -> int:
     w, c = widths, kept.computed
     copies = max(kept.tp // w.groups, 1)  # of each key and value: ranks that share a group all have them
     own_key, own_value = w.key * copies, w.value * copies
@@ -181,18 +181,18 @@ def _attention(widths: Widths, kept: Kept, length: int) -> int:
     return (_norm(w.hidden, kept) + _linears(w.hidden, 3, kept)) // kept.sp + inner // kept.tp
 
 
-def _mlp(hidden: int, ffn: int, kept: Kept) -> int:
+def _mlp(hidden: int, ffn: int, kept: KeptBytes) -> int:
     """Gate, activated gate and up, and their product, which is the input of the last linear layer."""
     inner = kept.computed * _between(ffn, kept) + _linears(ffn, 1, kept)
     return (_norm(hidden, kept) + _linears(hidden, 2, kept)) // kept.sp + inner // kept.tp
 
 
-def _between(ffn: int, kept: Kept) -> int:
+def _between(ffn: int, kept: KeptBytes) -> int:
     """Gate, activated gate, up; Megatron-Core adds an offset to up and keeps the sum (`glu` in `mlp.py`)."""
     return (4 if kept.joined else 3) * ffn
 
 
-def _experts(widths: Widths, kept: Kept) -> int:
+def _experts(widths: LayerWidths, kept: KeptBytes) -> int:
     """Each expert has its own tokens: their input and output are kept in addition to what an MLP keeps."""
     w, c = widths, kept.computed
     routed = w.experts * c * (2 * w.hidden + _between(w.expert_ffn, kept) + w.expert_ffn) // kept.tp

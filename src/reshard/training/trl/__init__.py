@@ -1,7 +1,7 @@
-"""The TRL engine: the methods of `methods.py` on transformers, TRL, accelerate and PEFT.
+"""The TRL engine: the methods of `trl_methods.py` on transformers, TRL, accelerate and PEFT.
 
-`config_fields.py`, `arithmetic.py`, `checks.py` and `memory.py` are used before launch, `training.py` runs on each
-rank. Importing this package imports none of the frameworks.
+`config_fields.py`, `batches.py`, `checks.py` and `memory_estimate.py` are used before launch, `rank_training.py` runs
+on each rank. Importing this package imports none of the frameworks.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 from reshard.base.errors import Problem
 from reshard.training.data.tokens import Sample
 from reshard.training.engine import (
-    Batches,
     Checkpoints,
     Engine,
+    EngineChecks,
     Estimates,
-    Looks,
-    Reading,
+    SequenceReading,
+    StepCounts,
     Trained,
     sizes_in_words,
 )
 from reshard.training.methods import generates
 from reshard.training.run import Run
-from reshard.training.show.monitor import Metrics
-from reshard.training.trl import checks, memory, quantized, speed, vllm
-from reshard.training.trl.arithmetic import batches_of, evaluation_of, precision_of
-from reshard.training.trl.checkpoints import saved
+from reshard.training.show.metrics import MetricsWriter
+from reshard.training.trl import checks, memory_estimate, quantized, step_cost, vllm_checks
+from reshard.training.trl.batches import batches_of, evaluation_of, precision_of
+from reshard.training.trl.checkpoint_folders import saved
 from reshard.training.trl.config_fields import known, options_of
-from reshard.training.trl.methods import WAYS
-from reshard.training.trl.rows import learning_of
+from reshard.training.trl.run_data import learning_of
+from reshard.training.trl.trl_methods import TRL_METHODS
 
 NEEDS = {
     "torch": ">=2.6",
@@ -59,15 +59,15 @@ def _plan(run: Run, world_size: int) -> list[str]:
     return [*sizes_in_words(run.layout), *([f"FSDP2 over {replicas}"] if replicas > 1 else [])]
 
 
-def _reading(run: Run, options: Mapping[str, Any], record: Mapping[str, Any]) -> Reading:
+def _reading(run: Run, options: Mapping[str, Any], record: Mapping[str, Any]) -> SequenceReading:
     """TRL limits no prompts. It infers the shape of DPO data from the first record, so it must not be mixed."""
     packed = bool(options.get("packing"))
     limit = None if generates(run.method) else int(options.get("max_length") or 0) or None
     learning, mixed = learning_of(options), run.method == "sft"
-    return Reading("max_length", limit, learning, packed=packed, full=packed, mixed=mixed)
+    return SequenceReading("max_length", limit, learning, packed=packed, full=packed, mixed=mixed)
 
 
-def _batches(run: Run, world_size: int, samples: int, tokens: int | None = None) -> Batches:
+def _batches(run: Run, world_size: int, samples: int, tokens: int | None = None) -> StepCounts:
     """Packed samples fill sequences of the maximum length."""
     options = options_of(run)
     found = batches_of(run, options, world_size, samples)
@@ -94,23 +94,23 @@ def _fewer(run: Run) -> str:
 
 def _warm(run: Run) -> bool:
     """Import what TRL needs first; not with DeepSpeed, which would look for devices before the rank has set its own."""
-    return not run.parallel.startswith("zero") and bool(WAYS[run.method].trainer_class())
+    return not run.parallel.startswith("zero") and bool(TRL_METHODS[run.method].trainer_class())
 
 
-def _train(run: Run, monitor: Metrics) -> Trained:
-    from reshard.training.trl.training import train_here
+def _train(run: Run, monitor: MetricsWriter) -> Trained:
+    from reshard.training.trl.rank_training import train_here
 
     return train_here(run, monitor)
 
 
 def _sampler(run: Run, options: Mapping[str, Any], tokenizer: Any) -> Callable[[Any], list[Sample]]:
-    from reshard.training.trl.vision import samples_of
+    from reshard.training.trl.image_training import samples_of
 
     return samples_of(run, options, tokenizer)
 
 
 def _check(run: Run, trained: Trained, final: Path) -> list[Problem]:
-    from reshard.training.trl.checking import differences
+    from reshard.training.trl.final_check import differences
 
     return differences(run, trained, final)
 
@@ -123,7 +123,7 @@ def _bound(run: Run) -> dict[str, Any]:
 ENGINE = Engine(
     name="trl",
     title="TRL",
-    methods=tuple(WAYS),
+    methods=tuple(TRL_METHODS),
     packages=(
         *("torch", "transformers", "trl", "accelerate", "peft", "datasets", "tokenizers", "safetensors"),
         *("deepspeed", "flash-attn", "bitsandbytes"),
@@ -131,7 +131,7 @@ ENGINE = Engine(
     requires=_requires,
     known_options=known,
     options=options_of,
-    looks=Looks(checks.asked, checks.machine, checks.model, checks.loaded),
+    looks=EngineChecks(checks.asked, checks.machine, checks.model, checks.loaded),
     reading=_reading,
     batches=_batches,
     precision=lambda run: precision_of(run, options_of(run)),
@@ -139,12 +139,12 @@ ENGINE = Engine(
     evaluation=lambda run: evaluation_of(options_of(run)),
     plan=_plan,
     estimates=Estimates(
-        memory.parts,
-        memory.parallelisms,
-        memory.savings,
-        memory.smaller_batch,
-        speed.work_of,
-        lambda run: vllm.share(options_of(run)),
+        memory_estimate.parts,
+        memory_estimate.parallelisms,
+        memory_estimate.savings,
+        memory_estimate.smaller_batch,
+        step_cost.work_of,
+        lambda run: vllm_checks.share(options_of(run)),
     ),
     checkpoints=Checkpoints(
         pattern="checkpoint-*",

@@ -16,21 +16,21 @@ from torch.distributed.tensor import DTensor
 from reshard import guard
 from reshard.base.errors import Problem, ReshardError, listed, when
 from reshard.checks.device_maps import misplaced
-from reshard.guard.in_script import SHOWN
-from reshard.training.collective import anywhere, everyone
+from reshard.guard.in_script import MAX_PARAMETERS
+from reshard.training.collectives import anywhere, everyone
 from reshard.training.divergence import own_shard
 from reshard.training.run import Run
-from reshard.training.trl.devices import world_size
+from reshard.training.trl.rank_device import world_size
 
-WRAPPERS = {
+WRAPPER_CLASSES = {
     "ddp": "DistributedDataParallel",
     "fsdp2": "FSDPModule",
     "zero2": "DeepSpeedEngine",
     "zero3": "DeepSpeedEngine",
 }
-PARTS = ("lora_", "modules_to_save", "trainable_tokens")
+ADAPTER_PARTS = ("lora_", "modules_to_save", "trainable_tokens")
 """Parts of the names of an adapter's parameters."""
-SAMPLE = 256
+SAMPLE_ELEMENTS = 256
 """Elements of each trained tensor that are compared to see whether it changed."""
 
 
@@ -71,11 +71,11 @@ def _is_shared(run: Run) -> bool:
 
 def _wrapper(run: Run, trainer: Any) -> list[Problem]:
     kind = run.parallel
-    asked = "FSDPModule" if _is_shared(run) else WRAPPERS.get(kind)
+    asked = "FSDPModule" if _is_shared(run) else WRAPPER_CLASSES.get(kind)
     if kind == "ddp" and world_size() == 1:
         asked = None  # one process has no others to share with
     bases = {base.__name__ for base in type(trainer.model_wrapped).__mro__}
-    found = [name for name in dict.fromkeys(WRAPPERS.values()) if name in bases]
+    found = [name for name in dict.fromkeys(WRAPPER_CLASSES.values()) if name in bases]
     return when(
         found != ([asked] if asked else []),
         "model-not-wrapped",
@@ -107,7 +107,7 @@ def _spread(run: Run, model: Any, whose: str) -> list[Problem]:
         wrong,
         "parameters-not-as-planned",
         f"the parameters of {whose} are not placed as planned",
-        tensor=listed(wrong, SHOWN),
+        tensor=listed(wrong, MAX_PARAMETERS),
         expected=f"{words} (--parallel {kind})",
         found=f"{len(sharded)} sharded, {len(plain)} whole",
         remedy="load with device_map=None and without tp_plan; shard with --parallel alone",
@@ -121,7 +121,7 @@ def _trainable(run: Run, trainer: Any) -> list[Problem]:
         wrong,
         "trainable-parameters-differ",
         "the trainable parameters are not the planned ones",
-        tensor=listed(wrong, SHOWN),
+        tensor=listed(wrong, MAX_PARAMETERS),
         expected="adapters only" if run.lora else "all parameters",
         found=f"{sum(names.values())} of {len(names)} trainable",
         remedy="freeze parameters only with --lora",
@@ -129,7 +129,7 @@ def _trainable(run: Run, trainer: Any) -> list[Problem]:
 
 
 def _of_adapter(name: str) -> bool:
-    return any(part in name for part in PARTS) and ".original_module." not in name
+    return any(part in name for part in ADAPTER_PARTS) and ".original_module." not in name
 
 
 def _head(run: Run, trainer: Any) -> list[Problem]:
@@ -177,7 +177,7 @@ def _guarded(run: Run, trainer: Any) -> list[Problem]:
     return []
 
 
-class Motion:
+class WeightChange:
     """Detects whether weights change, by elements of each trained tensor copied before the first step."""
 
     def __init__(self, model: Any) -> None:
@@ -204,6 +204,6 @@ class Motion:
 
 
 def _elements(parameter: Any) -> Any:
-    """Up to `SAMPLE` elements of this rank's shard of a parameter, evenly spaced, copied to host memory."""
+    """Up to `SAMPLE_ELEMENTS` elements of this rank's shard of a parameter, evenly spaced, copied to host memory."""
     flat = own_shard(parameter).reshape(-1)
-    return flat[:: max(flat.numel() // SAMPLE, 1)].cpu().clone()
+    return flat[:: max(flat.numel() // SAMPLE_ELEMENTS, 1)].cpu().clone()

@@ -12,18 +12,18 @@ import torch
 from reshard.training import signals
 from reshard.training.methods import generates
 from reshard.training.run import Run
-from reshard.training.show.monitor import Metrics
-from reshard.training.trl.assertions import Motion, assert_plan
+from reshard.training.show.metrics import MetricsWriter
+from reshard.training.trl.assertions import WeightChange, assert_plan
 
-COUNTED = ("epoch", "num_tokens", "total_flos")
+COUNTED_VALUES = ("epoch", "num_tokens", "total_flos")
 """Values in trainers' logs that are not measurements."""
-TIMED = ("runtime", "samples_per_second", "steps_per_second")
+TIMED_VALUES = ("runtime", "samples_per_second", "steps_per_second")
 """The same in logs of evaluations, whose seconds are reported separately."""
-OFTEN = 1.1
+KEPT_STEP_GROWTH = 1.1
 """Growth of the step number after which answers are kept again, so that long runs do not keep too many."""
 
 
-def callback_of(run: Run, monitor: Metrics) -> Any:
+def callback_of(run: Run, monitor: MetricsWriter) -> Any:
     """A TrainerCallback for a run, whose `trainer` is set before training."""
     from transformers import TrainerCallback
 
@@ -31,13 +31,13 @@ def callback_of(run: Run, monitor: Metrics) -> Any:
         """Asserts the plan before the first step and motion after it, and reports every step."""
 
         trainer: Any = None
-        _motion: Motion | None = None
+        _motion: WeightChange | None = None
         _tokens = 0.0
         _sampled = 0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             assert_plan(run, self.trainer)
-            self._motion = Motion(self.trainer.model)
+            self._motion = WeightChange(self.trainer.model)
             self._tokens = float(state.num_input_tokens_seen)
             monitor.begin(state.max_steps, state.global_step)
             signals.hold()
@@ -55,9 +55,12 @@ def callback_of(run: Run, monitor: Metrics) -> Any:
             if generates(run.method):
                 tokens /= run.layout.tp  # TRL counts on each rank; SFT and DPO divide already
             monitor.step(
-                state.global_step, **_measured(logs, COUNTED), tokens=float(tokens), memory=float(_memory())
+                state.global_step,
+                **_measured(logs, COUNTED_VALUES),
+                tokens=float(tokens),
+                memory=float(_memory()),
             )
-            if state.global_step >= self._sampled * OFTEN or state.global_step == state.max_steps:
+            if state.global_step >= self._sampled * KEPT_STEP_GROWTH or state.global_step == state.max_steps:
                 self._sampled = state.global_step
                 if answers := _answers(self.trainer):
                     monitor.samples(state.global_step, answers)
@@ -66,7 +69,7 @@ def callback_of(run: Run, monitor: Metrics) -> Any:
             self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **given: Any
         ) -> None:
             own = {name: value for name, value in metrics.items() if name.startswith("eval_")}
-            found = _measured(own, [f"eval_{name}" for name in (*COUNTED, *TIMED)])
+            found = _measured(own, [f"eval_{name}" for name in (*COUNTED_VALUES, *TIMED_VALUES)])
             monitor.evaluated(state.global_step, **found, seconds=float(metrics["eval_runtime"]))
 
     return Watch()

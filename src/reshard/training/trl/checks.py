@@ -1,6 +1,6 @@
 """Checks before the start for reasons why TRL cannot run: plan, machine, variables, and what its packages refuse.
 
-`refusals.py` has those of options. Names and optimizers are looked up, or made, by the frameworks themselves.
+`refused_options.py` has those of options. Names and optimizers are looked up, or made, by the frameworks themselves.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from reshard.base.argument_checks import truth
 from reshard.base.errors import Problem, ReshardError, when
 from reshard.base.languages import Text
 from reshard.checks.environment import Environment
-from reshard.checks.machine import facts_of, old_gpus
+from reshard.checks.machine_checks import facts_of, old_gpus
 from reshard.folders.companions import CONFIG
 from reshard.training import rewards
-from reshard.training.findings import in_short, of_fact, version_of
+from reshard.training.findings_as_problems import in_short, of_fact, version_of
 from reshard.training.option_checks import mistyped, without_package
 from reshard.training.run import Run, config_of
-from reshard.training.trl import vllm
-from reshard.training.trl.arithmetic import alien_parallelism, plan_instead
+from reshard.training.trl import vllm_checks
+from reshard.training.trl.batches import alien_parallelism, plan_instead
 from reshard.training.trl.config_fields import options_of
-from reshard.training.trl.methods import WAYS
+from reshard.training.trl.trl_methods import TRL_METHODS
 
-RULES = ("env-device-map-tp", "env-accelerate-fsdp2-lora", "env-trl-transformers")
+ENVIRONMENT_CODES = ("env-device-map-tp", "env-accelerate-fsdp2-lora", "env-trl-transformers")
 """Rules of the environment that can break a run. Rules about launches cannot: reshard sets these variables itself."""
 
 
 def asked(run: Run) -> Iterator[Problem]:
     """Problems of layouts, plans and models that TRL does not support, whatever is installed."""
-    way = WAYS[run.method]
+    way = TRL_METHODS[run.method]
     yield from when(
         run.parallel not in way.plans,
         "trl-method-plan-unsupported",
@@ -85,7 +85,7 @@ def _first_qwen(run: Run) -> Problem:
 
 def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
     """Problems of the environment that affect this run."""
-    yield from (of_fact(fact) for fact in facts_of(environment) if fact.code in RULES)
+    yield from (of_fact(fact) for fact in facts_of(environment) if fact.code in ENVIRONMENT_CODES)
     yield from variables(run, options, environment.variables)
     half = options.get("bf16") or str(options.get("attn_implementation")).startswith("flash")
     if half and environment.gpus and not options.get("use_cpu"):
@@ -94,7 +94,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
 
 def model(run: Run) -> Iterator[Problem]:
     """Problems of the model's own code that would fail at the first step. Untrusted code is not run."""
-    from reshard.diagnosis.targets.trainable import remote_code  # with all formats of checkpoints
+    from reshard.diagnosis.targets.trainability import remote_code  # with all formats of checkpoints
 
     options = options_of(run)
     if options["trust_remote_code"] and options["gradient_checkpointing"]:
@@ -154,7 +154,7 @@ def _planned(run: Run, options: Mapping[str, Any]) -> dict[str, tuple[Sequence[s
 def loaded(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
     """Problems that the installed packages know: names and values of options, rewards, vLLM."""
     yield from refused_by_packages(run, options)
-    yield from vllm.problems(run, options, environment)
+    yield from vllm_checks.problems(run, options, environment)
 
 
 def refused_by_packages(run: Run, options: Mapping[str, Any]) -> Iterator[Problem]:

@@ -18,29 +18,29 @@ from packaging.version import Version
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain_json import json_of
-from reshard.checks.precision import BF16
-from reshard.diagnosis.history.calls import refused
-from reshard.diagnosis.history.table import table
-from reshard.diagnosis.history.versions import Versions
-from reshard.training.engine import Option
-from reshard.training.fields import Field, enumeration, fields_of, kind, literals, typed
+from reshard.checks.precision import BFLOAT16_CAPABILITY
+from reshard.diagnosis.history.api_table import table
+from reshard.diagnosis.history.call_parameters import refused
+from reshard.diagnosis.history.versions_in_use import Versions
+from reshard.training.dataclass_fields import Field, enumeration, fields_of, kind, literals, typed
+from reshard.training.engine import EngineOption
 from reshard.training.methods import is_rewarded
-from reshard.training.names import ALIASES, nearest
 from reshard.training.option_checks import mistyped
-from reshard.training.planning.gpus import capability, has_gpu
+from reshard.training.option_names import OPTION_ALIASES, nearest
+from reshard.training.planning.gpu_models import capability, has_gpu
 from reshard.training.run import Run
-from reshard.training.trl import quantized, refusals
-from reshard.training.trl.methods import WAYS
+from reshard.training.trl import quantized, refused_options
+from reshard.training.trl.trl_methods import TRL_METHODS
 
-LORA = (
+LORA_OPTIONS = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
     *("lora_modules_to_save", "use_rslora", "use_dora"),
 )
-MODEL = ("dtype", "attn_implementation", *quantized.OPTIONS)
+MODEL_OPTIONS = ("dtype", "attn_implementation", *quantized.QUANTIZATION_OPTIONS)
 """Supported fields of TRL's ModelConfig."""
 
 
-ADDED = {
+ADDED_OPTIONS = {
     "loraplus_lr_ratio": Field(
         "loraplus_lr_ratio",
         float | None,
@@ -49,7 +49,7 @@ ADDED = {
     )
 }
 """Our own options, for features of a package that no config of TRL offers."""
-BASES = {
+BASE_CONFIGS = {
     "TrainingArguments": ("transformers", "training_args.py"),
     "_BaseConfig": ("trl", "trainer/base_config.py"),
     "SFTConfig": ("trl", "trainer/sft_config.py"),
@@ -68,17 +68,17 @@ def fields_for(method: str) -> dict[str, Field]:
 
     They are read from the installed source, as importing it takes seconds. Raises ReshardError if it is missing.
     """
-    way = WAYS[method]
+    way = TRL_METHODS[method]
     folders = {name: _folder(name) for name in ("trl", "transformers")}
     names = {name: enumeration(folders["transformers"] / file, name) for name, file in ENUMERATIONS.items()}
     names["default_optim"] = "adamw_torch" + "_fused" * (Version(version("torch")) >= Version("2.8"))
-    bases = {name: folders[package] / file for name, (package, file) in BASES.items()}
+    bases = {name: folders[package] / file for name, (package, file) in BASE_CONFIGS.items()}
     own = fields_of(folders["trl"] / way.config_file, way.config, names, bases)
     model = fields_of(folders["trl"] / "trainer/model_config.py", "ModelConfig", names)
     return (
-        {name: field for name, field in own.items() if name not in ALIASES}
-        | {name: field for name, field in model.items() if name in (*LORA, *MODEL)}
-        | ADDED
+        {name: field for name, field in own.items() if name not in OPTION_ALIASES}
+        | {name: field for name, field in model.items() if name in (*LORA_OPTIONS, *MODEL_OPTIONS)}
+        | ADDED_OPTIONS
     )
 
 
@@ -88,12 +88,16 @@ def _folder(package: str) -> Path:
     return Path(spec.origin).parent
 
 
-def known(method: str) -> list[Option]:
+def known(method: str) -> list[EngineOption]:
     """Every option of a method, with its type, its default and TRL's help text."""
-    found = {name: field for name, field in fields_for(method).items() if name not in refusals.REFUSED}
-    ours = ALWAYS | (OF_SFT if method == "sft" else {})
+    found = {
+        name: field
+        for name, field in fields_for(method).items()
+        if name not in refused_options.REFUSED_OPTIONS
+    }
+    ours = FIXED_VALUES | (SFT_VALUES if method == "sft" else {})
     return [
-        Option(name, kind(field.hint), str(ours.get(name, field.value)), field.help)
+        EngineOption(name, kind(field.hint), str(ours.get(name, field.value)), field.help)
         for name, field in sorted(found.items())
     ]
 
@@ -104,16 +108,16 @@ def options_of(run: Run) -> dict[str, Any]:
     Raises ReshardError naming every option that is unknown, mistyped, or would break what reshard promises.
     """
     there = fields_for(run.method)
-    problems = [*_unknown(run, there), *refusals.refused(run)]
+    problems = [*_unknown(run, there), *refused_options.refused(run)]
     given: dict[str, Any] = {}
     for name, value in run.options.items():
-        if name in there and name not in refusals.REFUSED:
+        if name in there and name not in refused_options.REFUSED_OPTIONS:
             try:
                 given[name] = _typed(name, value, there[name].hint)
             except ValueError:
                 words = _WORDS_FOR.get(kind(there[name].hint), kind(there[name].hint))
                 problems.append(mistyped(name, value, words, literals(there[name].hint)))
-    problems += refusals.contradictions(run, given)
+    problems += refused_options.contradictions(run, given)
     if problems:
         raise ReshardError(problems)
     stated = {name: field.value for name, field in there.items()}
@@ -132,15 +136,15 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(run: Run, there: Mapping[str, Any]) -> Iterator[Problem]:
-    names = [name for name in there if name not in refusals.REFUSED]
+    names = [name for name in there if name not in refused_options.REFUSED_OPTIONS]
     for name in run.options:
-        if name in there or name in refusals.REFUSED:
+        if name in there or name in refused_options.REFUSED_OPTIONS:
             continue
-        other = _of_other_release(WAYS[run.method].config, name)
+        other = _of_other_release(TRL_METHODS[run.method].config, name)
         cure = other or nearest(name, names, _ELSEWHERE) or "--options lists those that there are"
         yield Problem(
             "option-not-in-config",
-            f"{WAYS[run.method].config} has no option {name}",
+            f"{TRL_METHODS[run.method].config} has no option {name}",
             found=f"--{name} {run.options[name]}",
             remedy=cure,
         )
@@ -195,7 +199,7 @@ _WORDS = re.compile(r"none|\[.*|[\w.-]+(,[\w.-]+)+", re.IGNORECASE)
 """A list: words separated by commas, as opposed to a regular expression, or in brackets; or none."""
 
 
-ALWAYS: dict[str, Any] = {
+FIXED_VALUES: dict[str, Any] = {
     "logging_steps": 1,
     "report_to": "none",
     "gradient_checkpointing_kwargs": {
@@ -207,9 +211,9 @@ ALWAYS: dict[str, Any] = {
     "lora_dropout": 0.0,
     "lora_target_modules": ["all-linear"],
 }
-OF_SFT: dict[str, Any] = {"assistant_only_loss": True}
+SFT_VALUES: dict[str, Any] = {"assistant_only_loss": True}
 """More defaults, for SFT only."""
-EVAL_STEPS = 500
+DEFAULT_EVAL_STEPS = 500
 """Steps between evaluations for `eval_strategy steps` without a number: transformers' default for logs."""
 
 
@@ -218,8 +222,8 @@ def defaults_of(run: Run, typed: Mapping[str, Any]) -> dict[str, Any]:
     gpu = has_gpu() and not typed.get("use_cpu")
     half = _half(typed, gpu)
     return {
-        **ALWAYS,
-        **(OF_SFT if run.method == "sft" else {}),
+        **FIXED_VALUES,
+        **(SFT_VALUES if run.method == "sft" else {}),
         "bf16": half == "bfloat16",
         "fp16": half == "float16",
         "use_cpu": not gpu,
@@ -241,7 +245,7 @@ def of_evaluation(run: Run, told: Mapping[str, Any], typed: Mapping[str, Any]) -
     if is_rewarded(run.method):
         group = int(told["num_generations_eval"] or told["num_generations"])
         at_a_time = ceil(at_a_time / group) * group  # a prompt's completions on one rank
-    often = {"eval_steps": EVAL_STEPS} if strategy == "steps" and "logging_steps" not in typed else {}
+    often = {"eval_steps": DEFAULT_EVAL_STEPS} if strategy == "steps" and "logging_steps" not in typed else {}
     return {"eval_strategy": strategy, "per_device_eval_batch_size": at_a_time, **often}
 
 
@@ -253,7 +257,7 @@ def _half(typed: Mapping[str, Any], gpu: bool) -> str | None:
     if not gpu or typed.get("bf16") is False:
         return None
     least = capability()
-    if least is not None and least < BF16:
+    if least is not None and least < BFLOAT16_CAPABILITY:
         return None if typed.get("fp16") is False else "float16"
     return "bfloat16"
 

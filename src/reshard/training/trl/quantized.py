@@ -10,8 +10,8 @@ from typing import Any
 
 from reshard.base.argument_checks import truth
 
-LOADED_IN = {"load_in_4bit": 4, "load_in_8bit": 8}
-OPTIONS = (*LOADED_IN, "bnb_4bit_quant_type", "use_bnb_nested_quant")
+BITS_OF_OPTION = {"load_in_4bit": 4, "load_in_8bit": 8}
+QUANTIZATION_OPTIONS = (*BITS_OF_OPTION, "bnb_4bit_quant_type", "use_bnb_nested_quant")
 """Fields of TRL's ModelConfig."""
 NESTED, BLOCKS = 8.127 / 64, 32 / 64
 """Bits of scales per 4-bit weight: float32 per block of 64; nested, 8 bits per block and a float32 per 256 blocks."""
@@ -19,7 +19,7 @@ NESTED, BLOCKS = 8.127 / 64, 32 / 64
 
 def bits(options: Mapping[str, Any]) -> int | None:
     """The bits of a base weight, from options as typed or parsed; None if the base is not quantized."""
-    return next((found for name, found in LOADED_IN.items() if truth(options.get(name))), None)
+    return next((found for name, found in BITS_OF_OPTION.items() if truth(options.get(name))), None)
 
 
 def loading(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,10 @@ import os
 import torch.distributed as dist
 
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron.arguments import complete
-from reshard.engines.megatron.cpu import enable
-from reshard.engines.megatron.model import build_config, build_model
-from reshard.engines.megatron.parallel import initialize
+from reshard.engines.megatron.cpu_patches import enable
+from reshard.engines.megatron.gpt_model import build_config, build_model
+from reshard.engines.megatron.process_groups import initialize
+from reshard.engines.megatron.stored_arguments import complete
 from tests.genuine.megatron import QWEN2, QWEN3, QWEN3_MOE
 
 __all__ = ["QWEN2", "QWEN3", "QWEN3_MOE", "build", "config", "enable", "start"]
