@@ -136,10 +136,9 @@ def _of_releases(known: Known, bounds: Bounds, version: Version | None, failure:
         "yours": _yours(package, version, bounds),
         "instead": _instead(known, failure),
     }
-    is_vague = (
-        rule == "api-between" or known.missing.kind is MissingKind.ATTRIBUTE
-    )  # of any class of this name
-    certainty = "sure" if version else "possible" if is_vague else "likely"
+    is_of_any_class = rule == "api-between" or known.missing.kind is MissingKind.ATTRIBUTE
+    guessed = "possible" if is_of_any_class else "likely"
+    certainty = "sure" if version else guessed
     folder = checkout_of(known.missing)
     remedy = words("update-checkout", folder=folder, package=package, pin=pin) if folder else None
     return ApiRule(rule, known.table, certainty, values, remedy)

@@ -203,17 +203,17 @@ def _of_elements(said: str) -> RuleValues | None:
     return _of_sizes(int(match["a"]), int(match["b"]), match["dimension"]) if match else None
 
 
-def _of_sizes(a: int, b: int, dimension: str | None) -> RuleValues | None:
+def _of_sizes(one: int, other: int, dimension: str | None) -> RuleValues | None:
     """What two sizes of tensors that must be equal show."""
-    small, large = sorted((a, b))
+    small, large = sorted((one, other))
     if not small:
-        return "shape-empty-side", {"a": a, "b": b}
+        return "shape-empty-side", {"a": one, "b": other}
     if dimension == "1" and small in USUAL_POSITIONS and small + 2 < large and large % small:
         return "shape-positions", {"small": small, "large": large}
     is_multiple = 1 < small < large and large % small == 0
     if large == small or not (dimension or is_multiple):
         return None
-    return "shape-apart", {"a": a, "b": b, "more": large - small, "ratio": f"{large / small:.3g}"}
+    return "shape-apart", {"a": one, "b": other, "more": large - small, "ratio": f"{large / small:.3g}"}
 
 
 TABLE_LINES = 60

@@ -79,8 +79,10 @@ class ApiTable(Releases):
             found: set[int] = set()
             for part in text.split(","):
                 first, dash, last = part.partition("-")
-                end = int(last) if last else self.last if dash else int(first)
-                found.update(range(int(first), end + 1))
+                if dash:
+                    found.update(range(int(first), (int(last) if last else self.last) + 1))
+                else:
+                    found.add(int(first))
             self._spans[text] = frozenset(found)
         return self._spans[text]
 

@@ -154,13 +154,9 @@ def _meanings(own: ApiTable, name: str) -> Iterator[_Named]:
     module, _, last = whole.rpartition(".")
     owner = module.rpartition(".")[2]
     function, method = _function(own, last), f"{owner}.{last}"
-    kind = (
-        "class"
-        if own.has_class(last) or function.endswith(".__init__")
-        else "function"
-        if function
-        else "name"
-    )
+    kind = "function" if function else "name"
+    if own.has_class(last) or function.endswith(".__init__"):
+        kind = "class"
     yield _Named("module", own.module(whole))
     yield _Named(kind, own.name(module, last), function, own.moved(module, last), module)
     if module in own.modules:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reshard.guard.command.launchers import LAUNCHERS, YES_WORDS, GpuCount
+from reshard.base.argument_checks import truth
+from reshard.guard.command.launchers import LAUNCHERS, GpuCount
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ def _swift(package: str) -> Callable[[Sequence[str], Mapping[str, str], GpuCount
 def _llamafactory(words: Sequence[str], environment: Mapping[str, str], gpus: GpuCount) -> list[str]:
     """As `llamafactory.launcher.launch` does. It finds a free port unless MASTER_PORT is set."""
     script = ["-m", "llamafactory.launcher", *words[1:]]
-    forced = any(environment.get(name, "").lower() in YES_WORDS for name in ("FORCE_TORCHRUN", "USE_MCA"))
-    alone = any(environment.get(name, "").lower() in YES_WORDS for name in ("USE_RAY", "USE_KT"))
+    forced = any(truth(environment.get(name)) for name in ("FORCE_TORCHRUN", "USE_MCA"))
+    alone = any(truth(environment.get(name)) for name in ("USE_RAY", "USE_KT"))
     if not forced and (alone or gpus() < 2):
         return ["python", *script]
     here = {"MASTER_PORT": "0", "NPROC_PER_NODE": str(gpus() or 1), **environment}

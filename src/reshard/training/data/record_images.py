@@ -41,8 +41,7 @@ def has_processor(folder: Path) -> bool:
 
 def with_images(clean: Row, row: Mapping[str, Any]) -> Row:
     """A standard row with the images of `row`. Without images, contents that are lists of texts become strings."""
-    value = row.get("image") if row.get("images") is None else row["images"]
-    given = value if isinstance(value, list) else [] if value is None else [value]
+    given = _given_images(row)
     chats = {key: turns for key, turns in clean.items() if _is_chat(turns)}
     marked = not _images(chain(*chats.values()))
     read = text_of if marked and not given else partial(_in_parts, marked=marked)
@@ -60,6 +59,14 @@ def with_images(clean: Row, row: Mapping[str, Any]) -> Row:
         part.clear()
         part["type"] = "image"
     return {**clean, **chats, "images": [*images, *rest]}
+
+
+def _given_images(row: Mapping[str, Any]) -> list[Any]:
+    """The images in the columns of a row: in `images`, or the one in `image`."""
+    value = row.get("image") if row.get("images") is None else row["images"]
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def _is_chat(value: Any) -> bool:

@@ -196,12 +196,10 @@ def _words(
     return start, end + max((len(token) for token in special if text.startswith(token, end)), default=0)
 
 
-def _common(a: Any, b: Any) -> int:
+def _common(one: Any, other: Any) -> int:
     """The length of the common beginning of two sequences."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
-        min(len(a), len(b)),
-    )
+    shorter = min(len(one), len(other))
+    return next((at for at in range(shorter) if one[at] != other[at]), shorter)
 
 
 def _answered(

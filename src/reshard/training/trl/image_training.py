@@ -23,10 +23,8 @@ def is_seen(run: Run, *mixes: DataMix | None) -> bool:
     """Whether a record has images. Only models with a processor for them are asked, since all may have to be read."""
     if run.method != "sft" or not has_processor(run.model):
         return False
-    rows = (
-        row for mix in mixes if mix for path in mix.paths for row in read_records(path, "sft", **run.reading)
-    )
-    return any("images" in row for row in rows)
+    paths = [path for mix in mixes if mix for path in mix.paths]
+    return any("images" in row for path in paths for row in read_records(path, "sft", **run.reading))
 
 
 def store(run: Run, path: Path, file: Path) -> None:
