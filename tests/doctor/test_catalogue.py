@@ -17,6 +17,7 @@ from jsonschema import Draft202012Validator
 
 from reshard.checks.rules import rules
 from reshard.cli import cli
+from reshard.diagnosis.entries.analyses import ANALYSES
 from reshard.diagnosis.entries.catalogue_entry import FOLDER, KINDS, CatalogueEntry, catalogue
 from tools.check_entries import SCHEMA, main, problems
 from tools.failures_page import page
@@ -40,7 +41,7 @@ def schema() -> dict[str, Any]:
 
 def test_the_schema_is_one_and_describes_every_key(schema: dict[str, Any]) -> None:
     Draft202012Validator.check_schema(schema)
-    assert set(schema["required"]) == set(schema["properties"]) - {"certainty", "described"}
+    assert set(schema["required"]) == set(schema["properties"]) - {"analysis", "certainty", "described"}
     assert all(key["description"] for key in schema["properties"].values())
 
 
@@ -48,6 +49,8 @@ def test_the_schema_and_the_reader_know_the_same_keys(schema: dict[str, Any]) ->
     read = {*CatalogueEntry.__dataclass_fields__, "needs", "unless", "hints"} - {"beside"}
     assert set(schema["properties"]) == read
     assert set(schema["properties"]["kind"]["enum"]) == set(KINDS)
+    assert {"", *schema["properties"]["analysis"]["enum"]} == ANALYSES.keys()
+    assert {entry.analysis for entry in catalogue().values()} == ANALYSES.keys()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

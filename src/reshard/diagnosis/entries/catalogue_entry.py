@@ -49,6 +49,8 @@ class CatalogueEntry:
     excerpt_from: str
     described: tuple[re.Pattern[str], ...] = ()
     certainty: str = "sure"
+    analysis: str = ""
+    """What is computed besides, by its name in `analyses.py`."""
 
     @cached_property
     def needs(self) -> tuple[re.Pattern[str], ...]:
@@ -112,6 +114,7 @@ def _entry(path: Path) -> CatalogueEntry:
             excerpt_from=raw["excerpt_from"],
             described=_patterns(raw.get("described", [])),
             certainty=raw.get("certainty", "sure"),
+            analysis=raw.get("analysis", ""),
         )
     except (KeyError, TypeError, AttributeError, re.error, yaml.YAMLError) as error:
         raise ReshardError(
