@@ -27,11 +27,11 @@ from reshard.diagnosis.causes.fatal_signals import of_exit
 from reshard.diagnosis.causes.import_errors import of_module, of_pair, of_symbol
 from reshard.diagnosis.causes.missing_attributes import of_attribute, of_none, of_undefined
 from reshard.diagnosis.causes.missing_programs import of_program
+from reshard.diagnosis.causes.mistyped_values import of_column, of_value
 from reshard.diagnosis.causes.package_requirements import of_packages, of_requirement, of_resolver
 from reshard.diagnosis.causes.placeholder_files import of_placeholder
 from reshard.diagnosis.causes.shadowed_packages import of_shadow
 from reshard.diagnosis.causes.unknown_arguments import of_arguments
-from reshard.diagnosis.causes.value_types import of_column, of_value
 from reshard.diagnosis.entries.descriptions import DESCRIBED, of_description
 from reshard.diagnosis.entries.matching import of_entries
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity

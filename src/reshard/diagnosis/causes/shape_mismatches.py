@@ -11,7 +11,7 @@ from reshard.checks.finding import Finding
 from reshard.checks.rules import RuleValues, told_at
 from reshard.diagnosis.text.log import Log, Traceback
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 _SIZE = r"(?:torch\.Size\()?[\[(](?P<{0}>[\d, ]*)[\])]\)?"
 _PAIRS = tuple(
     re.compile(pattern.replace("SAVED", _SIZE.format("saved")).replace("WANTED", _SIZE.format("wanted")))
@@ -70,8 +70,8 @@ class ShapePair(NamedTuple):
     """A tensor by name, its shape in the file, and its shape in the model."""
 
     name: str
-    saved: Shape
-    wanted: Shape
+    saved: TensorShape
+    wanted: TensorShape
 
 
 def pairs(said: str) -> Iterator[ShapePair]:
@@ -114,7 +114,7 @@ def contradict(identifier: str, said: str) -> bool:
     return first is not None and first not in COVERED_BY_ENTRY.get(identifier, {first})
 
 
-def _shape(text: str) -> Shape:
+def _shape(text: str) -> TensorShape:
     return tuple(int(part) for part in text.replace(" ", "").split(",") if part)
 
 

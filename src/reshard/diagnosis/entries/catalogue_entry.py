@@ -19,8 +19,8 @@ from reshard.base.errors import ReshardError
 from reshard.base.languages import Text
 from reshard.base.suggest import closest
 
-FOLDER = Path(__file__).with_name("catalogue")
-KINDS = ("error", "hang", "silent", "warning", "symptom")
+CATALOGUE_FOLDER = Path(__file__).with_name("catalogue")
+ENTRY_KINDS = ("error", "hang", "silent", "warning", "symptom")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class CatalogueEntry:
 @lru_cache(maxsize=1)
 def catalogue() -> dict[str, CatalogueEntry]:
     """All entries by id. Raises ReshardError naming a file that cannot be read."""
-    return {path.stem: _entry(path) for path in sorted(FOLDER.glob("*.yaml"))}
+    return {path.stem: _entry(path) for path in sorted(CATALOGUE_FOLDER.glob("*.yaml"))}
 
 
 def find(identifier: str) -> CatalogueEntry:

@@ -63,8 +63,10 @@ def _hit(
         root and explains and (line is None or line.number != root.last)
     ):  # as one process would have printed it
         line = next((each for each in whole.lines if each.number == root.last), line)
-    said = root.said if root and explains else line.text if line else ""
-    if line is None or not _applies(entry, whole.text, log.versions) or contradict(entry.id, said):
+    if line is None or not _applies(entry, whole.text, log.versions):
+        return None
+    said = root.said if root and explains else line.text
+    if contradict(entry.id, said):
         return None
     is_root = explains or (root is not None and is_in(line, root))
     first = [which_is_first(root)] if root and explains else []

@@ -22,7 +22,7 @@ from packaging.version import InvalidVersion, Version
 
 from reshard.base.errors import ReshardError
 from reshard.base.suggest import closest, did_you_mean
-from reshard.diagnosis.history.api_table import ROOTS, ApiTable, table
+from reshard.diagnosis.history.api_table import PACKAGE_ROOTS, ApiTable, table
 from reshard.diagnosis.history.release_ranges import Presence, Span
 
 _PARAMETER = re.compile(r"(?P<function>[\w.]{1,200})\((?P<name>\w{1,80})(?:=[^)]{0,80})?\)")
@@ -106,8 +106,8 @@ def _table_of(package: str) -> ApiTable:
             "history-package-unknown",
             "the history of this package is not known",
             found=package,
-            expected=", ".join(ROOTS),
-            remedy=did_you_mean(package, ROOTS, "choose one of these packages"),
+            expected=", ".join(PACKAGE_ROOTS),
+            remedy=did_you_mean(package, PACKAGE_ROOTS, "choose one of these packages"),
         )
     return found
 

@@ -115,7 +115,7 @@ VERL_DEFAULTS = {
 """What verl's config/ppo_trainer.yaml says, if the command says nothing else."""
 VERL_SFT_DEFAULTS = {**VERL_DEFAULTS, "trainer.project_name": "gsm8k-sft", "trainer.experiment_name": "test"}
 """The same of its config/sft_trainer_engine.yaml."""
-TOOLS = (
+LAUNCHER_TOOLS = (
     Tool(
         "swift",
         ("swift",),
@@ -145,6 +145,6 @@ TOOLS = (
 PYTHON_LAUNCHERS = (
     ("verl", r"verl\.trainer\.\w*sft_trainer", VERL_SFT_DEFAULTS),
     ("verl", r"verl\.", VERL_DEFAULTS),
-    ("axolotl", r"axolotl\.", TOOLS[3].defaults),
+    ("axolotl", r"axolotl\.", LAUNCHER_TOOLS[3].defaults),
 )
 """Tools whose modules Python runs directly: their name, an expression for these modules, and their settings."""

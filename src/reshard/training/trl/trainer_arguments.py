@@ -14,10 +14,10 @@ from reshard.training.methods import is_rewarded
 from reshard.training.run import Run
 from reshard.training.trl import quantized, rank_device
 from reshard.training.trl.batches import plan_instead
-from reshard.training.trl.config_fields import ADDED_OPTIONS, LORA_OPTIONS, MODEL_OPTIONS
+from reshard.training.trl.config_fields import ADDED_OPTIONS, LORA_OPTIONS, MODEL_CONFIG_OPTIONS
 from reshard.training.trl.trl_methods import TRL_METHODS
 
-NOT_OF_TRAINER = (*LORA_OPTIONS, *MODEL_OPTIONS, *ADDED_OPTIONS)
+NOT_OF_TRAINER = (*LORA_OPTIONS, *MODEL_CONFIG_OPTIONS, *ADDED_OPTIONS)
 """Options that are not fields of a trainer's config."""
 
 
