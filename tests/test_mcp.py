@@ -23,7 +23,7 @@ from mcp.shared.exceptions import MCPError
 from safetensors.numpy import load_file, save_file
 
 import reshard as api
-from reshard.agents.tool_process import TOOLS, shortened
+from reshard.agents.tool_process import AGENT_TOOLS, shortened
 from tests.commandline import listing, reshard
 from tests.test_docs import check_parses
 
@@ -151,7 +151,7 @@ def test_an_agent_sees_the_tools_and_where_they_read(place: Path, mode: str) -> 
             return (await client.list_tools()).tools, client.instructions, client.server_info.name
 
     tools, instructions, name = anyio.run(run)
-    assert [each.name for each in tools] == [*TOOLS] and name == "reshard"
+    assert [each.name for each in tools] == [*AGENT_TOOLS] and name == "reshard"
     assert str(place) in str(instructions)
     for each in tools:
         assert each.annotations.read_only_hint and not each.annotations.open_world_hint
@@ -377,7 +377,7 @@ def test_the_skill_is_a_skill_file() -> None:
     _, front, text = skill.split("---\n", 2)
     about = yaml.safe_load(front)
     assert about["name"] == "reshard" and 50 < len(about["description"]) < 1024
-    assert [name for name in TOOLS if f"`{name}`" not in text] == []
+    assert [name for name in AGENT_TOOLS if f"`{name}`" not in text] == []
     commands = re.findall(r"`(reshard \w+ [^`]+)`", text)
     assert len(commands) > 6
     for each in commands:

@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from reshard.diagnosis.entries.catalogue_entry import FOLDER
+from reshard.diagnosis.entries.catalogue_entry import CATALOGUE_FOLDER
 
-SCHEMA = FOLDER.with_name("catalogue.schema.json")
+SCHEMA = CATALOGUE_FOLDER.with_name("catalogue.schema.json")
 
 
 def problems(path: Path) -> list[str]:
@@ -43,7 +43,7 @@ def _against_schema(entry: Any) -> Iterator[str]:
 def _beyond_schema(path: Path, entry: dict[str, Any]) -> Iterator[str]:
     if entry["id"] != path.stem:
         yield f"id: {entry['id']!r}, but the file is called {path.stem!r}"
-    known = {each.stem for each in FOLDER.glob("*.yaml")} - {entry["id"]}
+    known = {each.stem for each in CATALOGUE_FOLDER.glob("*.yaml")} - {entry["id"]}
     for other in entry["symptom_of"]:
         if other not in known:
             yield f"symptom_of: there is no entry {other!r}"
@@ -75,7 +75,7 @@ def main(names: Sequence[str]) -> int:
     if find_spec("jsonschema") is None:
         print("this check needs the jsonschema package: pip install jsonschema", file=sys.stderr)
         return 2
-    paths = [Path(name) for name in names] or sorted(FOLDER.glob("*.yaml"))
+    paths = [Path(name) for name in names] or sorted(CATALOGUE_FOLDER.glob("*.yaml"))
     found = [f"{path.name}: {problem}" for path in paths for problem in problems(path)]
     print("\n".join(found) or f"{len(paths)} entries are sound")
     return 1 if found else 0

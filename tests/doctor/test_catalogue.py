@@ -17,12 +17,13 @@ from jsonschema import Draft202012Validator
 
 from reshard.checks.rules import rules
 from reshard.cli import cli
-from reshard.diagnosis.entries.catalogue_entry import FOLDER, KINDS, CatalogueEntry, catalogue
+from reshard.diagnosis.entries.analyses import ANALYSES
+from reshard.diagnosis.entries.catalogue_entry import CATALOGUE_FOLDER, ENTRY_KINDS, CatalogueEntry, catalogue
 from tools.check_entries import SCHEMA, main, problems
 from tools.failures_page import page
 
 REPOSITORY = Path(__file__).parents[2]
-FILES = sorted(FOLDER.glob("*.yaml"))
+FILES = sorted(CATALOGUE_FOLDER.glob("*.yaml"))
 TELLERS = ("needs", "unless", "hints", "versions")
 
 
@@ -40,14 +41,16 @@ def schema() -> dict[str, Any]:
 
 def test_the_schema_is_one_and_describes_every_key(schema: dict[str, Any]) -> None:
     Draft202012Validator.check_schema(schema)
-    assert set(schema["required"]) == set(schema["properties"]) - {"certainty", "described"}
+    assert set(schema["required"]) == set(schema["properties"]) - {"analysis", "certainty", "described"}
     assert all(key["description"] for key in schema["properties"].values())
 
 
 def test_the_schema_and_the_reader_know_the_same_keys(schema: dict[str, Any]) -> None:
     read = {*CatalogueEntry.__dataclass_fields__, "needs", "unless", "hints"} - {"beside"}
     assert set(schema["properties"]) == read
-    assert set(schema["properties"]["kind"]["enum"]) == set(KINDS)
+    assert set(schema["properties"]["kind"]["enum"]) == set(ENTRY_KINDS)
+    assert {"", *schema["properties"]["analysis"]["enum"]} == ANALYSES.keys()
+    assert {entry.analysis for entry in catalogue().values()} == ANALYSES.keys()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -77,7 +80,7 @@ def test_the_example_in_the_documentation_is_sound(tmp_path: Path) -> None:
 def test_the_documentation_shows_the_entry_and_the_script_as_they_are() -> None:
     (script,) = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGE)
     name = example()["id"]
-    assert example() == yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert example() == yaml.safe_load((CATALOGUE_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     assert script == (Path(__file__).parent / "reproduce" / f"{name}.py").read_text(encoding="utf-8")
 
 
@@ -167,7 +170,7 @@ def test_commands_of_rules_can_be_typed() -> None:
 
 
 def test_adapters_are_merged_or_stay_adapters() -> None:
-    files = [*FOLDER.parent.glob("*.yaml"), *FOLDER.parent.glob("*/*.yaml")]
+    files = [*CATALOGUE_FOLDER.parent.glob("*.yaml"), *CATALOGUE_FOLDER.parent.glob("*/*.yaml")]
     lines = [line for file in files for line in file.read_text(encoding="utf-8").split("\n")]
     commands = [
         each for line in lines for each in re.findall(r"reshard convert (?:ADAPTER|适配器)[^`#&|;]*", line)

@@ -25,7 +25,7 @@ from packaging.version import Version
 import reshard
 from reshard.checks.finding import Finding
 from reshard.diagnosis.history import api_table as tables
-from reshard.diagnosis.history.api_table import ROOTS, ApiTable, Presence, table
+from reshard.diagnosis.history.api_table import PACKAGE_ROOTS, ApiTable, Presence, table
 from reshard.diagnosis.history.bloom_filters import packages_with
 from reshard.diagnosis.history.call_parameters import base_of, refused
 from reshard.diagnosis.history.versions_in_use import Versions
@@ -268,14 +268,14 @@ def test_a_keyword_that_is_refused_is_refused_by_the_class_and_its_new_name_take
 
 @pytest.mark.parametrize("package", ["transformers", "trl", "peft", "accelerate", "datasets", "numpy"])
 def test_what_the_table_calls_gone_is_gone(package: str) -> None:
-    module = pytest.importorskip(ROOTS[package])
+    module = pytest.importorskip(PACKAGE_ROOTS[package])
     known = table(package)
     assert known is not None
     version = Version(importlib.metadata.version(package))
-    groups = known.raw["names"][ROOTS[package]]
+    groups = known.raw["names"][PACKAGE_ROOTS[package]]
     names = {name for each in groups.values() for name in each.split(" ")}
-    gone = [name for name in names if known.name(ROOTS[package], name).at(version) is False]
-    if not known.is_open(ROOTS[package], version):
+    gone = [name for name in names if known.name(PACKAGE_ROOTS[package], name).at(version) is False]
+    if not known.is_open(PACKAGE_ROOTS[package], version):
         assert [name for name in gone if hasattr(module, name)] == []
 
 
@@ -485,10 +485,10 @@ def test_no_table_is_read_before_it_is_needed() -> None:
 
 
 def test_the_tables_are_small_and_dated() -> None:
-    files = sorted(tables.FOLDER.glob("*.xz"))
-    assert {file.name.removesuffix(".json.xz") for file in files} == {*ROOTS, "having"}
+    files = sorted(tables.TABLES_FOLDER.glob("*.xz"))
+    assert {file.name.removesuffix(".json.xz") for file in files} == {*PACKAGE_ROOTS, "having"}
     assert sum(file.stat().st_size for file in files) < 1_200_000
-    for package in ROOTS:
+    for package in PACKAGE_ROOTS:
         known = table(package)
         assert known is not None
         assert known.date > "2026"

@@ -25,7 +25,7 @@ from reshard.algebra.layout import Layout
 from reshard.engines.megatron import process_groups
 from reshard.engines.megatron.checkpoint_io import random_state
 from reshard.engines.megatron.gpt_model import LayerSpec, build_model
-from reshard.engines.megatron.logits import TokenArray
+from reshard.engines.megatron.logits import BatchTokens
 from reshard.engines.megatron.session import run_ranks
 from reshard.engines.megatron.stored_arguments import one_expert_at_a_time, to_store
 from tests.environments import python
@@ -43,7 +43,7 @@ class Run:
     """
 
     args: Mapping[str, Any]
-    tokens: TokenArray
+    tokens: BatchTokens
     out: Path | None = None
     initial: Path | None = None
     layout: Layout = field(default_factory=lambda: Layout(dp=2))

@@ -20,7 +20,7 @@ from reshard.engines.megatron.checkpoint_io import (
     save_checkpoint,
 )
 from reshard.engines.megatron.gpt_model import LayerSpec, build_model
-from reshard.engines.megatron.logits import TokenArray
+from reshard.engines.megatron.logits import BatchTokens
 from reshard.engines.megatron.session import run_ranks
 from reshard.engines.megatron.stored_arguments import complete, one_expert_at_a_time, to_store
 from tests.genuine.held_states import save_held_states
@@ -43,7 +43,7 @@ class _Recipe:
     out: Path
     initial: Path | None
     resume: bool
-    tokens: TokenArray
+    tokens: BatchTokens
     steps: int
     sequences: int | None
     lr: float
@@ -61,7 +61,7 @@ class _Recipe:
 def train_and_save(
     args: argparse.Namespace | Mapping[str, Any],
     out: Path | str,
-    tokens: TokenArray,
+    tokens: BatchTokens,
     *,
     checkpoint: Path | str | None = None,
     resume: bool = False,

@@ -9,7 +9,7 @@ from pathlib import Path
 from reshard.training.megatron import refused_options
 from reshard.training.megatron.core_fields import CORE_CONFIGS, all_fields
 from reshard.training.megatron.options import OWN_OPTIONS
-from reshard.training.methods import METHODS
+from reshard.training.methods import TRAINING_METHODS
 from reshard.training.trl import config_fields
 from reshard.training.trl import refused_options as of_trl
 from reshard.training.trl.trl_methods import TRL_METHODS
@@ -36,7 +36,9 @@ def methods() -> str:
     rows = []
     for name, way in TRL_METHODS.items():
         plans = ", ".join(f"`{plan}`" for plan in way.plans)
-        rows.append(f"| `{name}` | `{way.name}Trainer` | {', '.join(METHODS[name].shapes)} | {plans} |")
+        rows.append(
+            f"| `{name}` | `{way.name}Trainer` | {', '.join(TRAINING_METHODS[name].shapes)} | {plans} |"
+        )
     return "\n".join(["| method | TRL | learns from | `--parallel` |", "|---|---|---|---|", *rows]) + "\n"
 
 
@@ -45,7 +47,7 @@ def trl() -> str:
     configs = names(way.config for way in TRL_METHODS.values())
     rows = [
         ("pass through", f"all fields of {configs} that are not refused below"),
-        ("of `ModelConfig`", names((*config_fields.LORA_OPTIONS, *config_fields.MODEL_OPTIONS))),
+        ("of `ModelConfig`", names((*config_fields.LORA_OPTIONS, *config_fields.MODEL_CONFIG_OPTIONS))),
         ("ours", names(config_fields.ADDED_OPTIONS)),
         ("have another default", names((*config_fields.FIXED_VALUES, *config_fields.SFT_VALUES))),
     ]

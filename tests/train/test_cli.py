@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.training.methods import METHODS
+from reshard.training.methods import TRAINING_METHODS
 from tests.commandline import reshard
 
 FLAGS = (
@@ -23,7 +23,7 @@ FLAGS = (
 )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TRAINING_METHODS)
 def test_help_tells_every_flag(method: str) -> None:
     result = reshard("train", method, "--help")
     assert result.code == 0

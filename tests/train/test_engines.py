@@ -12,7 +12,7 @@ import pytest
 
 from reshard.training import engine_registry
 from reshard.training.engine_registry import ENGINE_MODULES, engine_named
-from reshard.training.methods import METHODS
+from reshard.training.methods import TRAINING_METHODS
 from reshard.training.run import Run
 
 SOURCE = Path(engine_registry.__file__).parent
@@ -69,7 +69,7 @@ def test_the_look_would_see_a_name() -> None:
 def test_an_engine_tells_all_about_itself(name: str, tmp_path: Path) -> None:
     engine = engine_named(name)
     assert engine.name == name
-    assert set(engine.methods) <= set(METHODS)
+    assert set(engine.methods) <= set(TRAINING_METHODS)
     run = Run(engine.methods[0], tmp_path, tmp_path, tmp_path, engine=name)
     assert set(engine.requires(run)) <= set(engine.packages)
     assert list(engine.looks.asked(run)) == []
@@ -79,7 +79,9 @@ def test_an_engine_tells_all_about_itself(name: str, tmp_path: Path) -> None:
 
 
 def test_every_method_has_an_engine() -> None:
-    assert {method for name in ENGINE_MODULES for method in engine_named(name).methods} == set(METHODS)
+    assert {method for name in ENGINE_MODULES for method in engine_named(name).methods} == set(
+        TRAINING_METHODS
+    )
 
 
 def test_asking_an_engine_imports_no_framework() -> None:

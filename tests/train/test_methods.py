@@ -18,7 +18,7 @@ from reshard.base.errors import ReshardError
 from reshard.diagnosis.targets.environments import Environment
 from reshard.training import trl
 from reshard.training.finish import finish
-from reshard.training.methods import EXPERIMENTAL_METHODS, METHODS, generates, is_rewarded
+from reshard.training.methods import EXPERIMENTAL_METHODS, TRAINING_METHODS, generates, is_rewarded
 from reshard.training.preflight import preflight
 from reshard.training.run import Run
 from reshard.training.trl.trl_methods import TRL_METHODS
@@ -256,6 +256,6 @@ def test_a_method_that_trl_calls_experimental_names_its_class(name: str) -> None
 
 
 def test_a_method_is_one_entry_here_and_one_there() -> None:
-    assert set(TRL_METHODS) == set(METHODS)
+    assert set(TRL_METHODS) == set(TRAINING_METHODS)
     for way in TRL_METHODS.values():
         assert issubclass(way.config_class(), object) and way.trainer_class().__name__ == f"{way.name}Trainer"

@@ -17,7 +17,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
-from reshard.diagnosis.history.api_table import FOLDER, ROOTS
+from reshard.diagnosis.history.api_table import PACKAGE_ROOTS, TABLES_FOLDER
 from reshard.diagnosis.history.bloom_filters import FILTER_FILE
 from tools.api_history.collect import collect, kept_at
 from tools.api_history.having import bits_of
@@ -33,22 +33,22 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "resh
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.api_history", description=__doc__)
     parser.add_argument(
-        "packages", nargs="*", metavar="PACKAGE", help=f"of {', '.join(ROOTS)}; by default all"
+        "packages", nargs="*", metavar="PACKAGE", help=f"of {', '.join(PACKAGE_ROOTS)}; by default all"
     )
     parser.add_argument(
         "--since",
         help="read minor versions with a release from this day on; by default of three years, or more",
     )
     parser.add_argument("--cache", type=Path, default=CACHE, help="where surfaces of releases are kept")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="the folder of the tables")
+    parser.add_argument("--out", type=Path, default=TABLES_FOLDER, help="the folder of the tables")
     parser.add_argument(
         "--cached", action="store_true", help="make the tables of releases that were read before"
     )
     parser.add_argument("--filter", action="store_true", help="make the tables smaller, and read no release")
     given = parser.parse_args()
-    if unknown := sorted(set(given.packages) - ROOTS.keys()):
+    if unknown := sorted(set(given.packages) - PACKAGE_ROOTS.keys()):
         parser.error(f"no such package: {', '.join(unknown)}")
-    packages = given.packages or list(ROOTS)
+    packages = given.packages or list(PACKAGE_ROOTS)
     given.out.mkdir(parents=True, exist_ok=True)
     if given.filter:
         for package in packages:
@@ -57,7 +57,7 @@ def main() -> int:
     else:
         since = given.since or (date.today() - timedelta(days=3 * 365)).isoformat()
         _read(packages, given, since)
-    paths = {package: path_of(given.out, package) for package in ROOTS}
+    paths = {package: path_of(given.out, package) for package in PACKAGE_ROOTS}
     filters = {package: bits_of(_stored(path)) for package, path in paths.items() if path.is_file()}
     (given.out / FILTER_FILE).write_bytes(packed(filters))
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from reshard.diagnosis.history.api_table import ROOTS
+from reshard.diagnosis.history.api_table import PACKAGE_ROOTS
 
 _SKIPPED = re.compile(
     r"(?:^|/)(?:tests?|testing/_internal|benchmarks?|examples?|third_party|_vendor|cutlass|composable_kernel|f2py"
@@ -16,7 +16,7 @@ _SKIPPED = re.compile(
 def module_of(package: str, path: str) -> str | None:
     """The dotted name of a file of a package; None if it is not a module that others import."""
     path = re.sub(r"^(?:py_src|python|bindings/python/py_src|[\w.-]+\.data/purelib)/", "", path)
-    if not path.startswith(f"{ROOTS[package]}/") or _SKIPPED.search(path):
+    if not path.startswith(f"{PACKAGE_ROOTS[package]}/") or _SKIPPED.search(path):
         return None
     dotted = re.sub(r"(?:/__init__)?\.pyi?$", "", path).replace("/", ".")
     return dotted if all(part.isidentifier() for part in dotted.split(".")) else None

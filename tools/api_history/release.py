@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from reshard.diagnosis.history.api_table import ROOTS
+from reshard.diagnosis.history.api_table import PACKAGE_ROOTS
 from tools.api_history.collect import Collected
 from tools.api_history.surface import Surface
 
@@ -122,7 +122,7 @@ class Release:
             if isinstance(base, str):
                 if base in MODELS:
                     continue
-                if base.split(".")[0].split(":")[0] not in ROOTS.values():
+                if base.split(".")[0].split(":")[0] not in PACKAGE_ROOTS.values():
                     return None
                 inherited.append(f"@{base}")
             else:
@@ -166,7 +166,7 @@ class Release:
 
     def uses(self) -> set[str]:
         """Names imported from other packages of the history: `module:name`."""
-        roots = set(ROOTS.values()) - {self.root}
+        roots = set(PACKAGE_ROOTS.values()) - {self.root}
         return {
             target
             for surface in self.content.surfaces.values()

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reshard.diagnosis.history.api_table import ROOTS
+from reshard.diagnosis.history.api_table import PACKAGE_ROOTS
 from tools.api_history.collect import Collected
 from tools.api_history.release import Release
 
@@ -26,7 +26,7 @@ _DEEP = re.compile(r"^(?:transformers\.models\.|vllm\.model_executor\.models\.)"
 
 def table(package: str, every: list[Collected]) -> dict[str, Any]:
     """The table of a package, as JSON values."""
-    root = ROOTS[package]
+    root = PACKAGE_ROOTS[package]
     modules: Spans = defaultdict(set)
     names: dict[str, Spans] = defaultdict(lambda: defaultdict(set))
     external: dict[str, set[str]] = defaultdict(set)

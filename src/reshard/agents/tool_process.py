@@ -74,7 +74,7 @@ def compare(checkpoint: str, base: str) -> dict[str, Any]:
     return {"findings": findings, "weights": verify(checkpoint, base)}
 
 
-TOOLS = {each.__name__: each for each in (inspect, verify, plan, facts, api_history, compare)}
+AGENT_TOOLS = {each.__name__: each for each in (inspect, verify, plan, facts, api_history, compare)}
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def main() -> None:
     refused = confine(call["folders"], sys.path)
     with redirect_stdout(sys.stderr):
         try:
-            answer = TOOLS[call["tool"]](**call["arguments"])
+            answer = AGENT_TOOLS[call["tool"]](**call["arguments"])
         except Exception as error:
             answer = refusal(problems_of(error))
     if refused:

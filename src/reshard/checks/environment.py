@@ -21,7 +21,7 @@ from reshard.base.errors import ReshardError
 from reshard.checks import installed_packages
 from reshard.checks.installed_packages import installed
 
-PACKAGES = (
+ENVIRONMENT_PACKAGES = (
     *(
         "torch",
         "transformers",
@@ -34,7 +34,7 @@ PACKAGES = (
     ),
     *("flash-attn", "vllm", "safetensors", "tokenizers", "datasets", "numpy"),
 )
-VARIABLES = (
+ENVIRONMENT_VARIABLES = (
     *(
         "WORLD_SIZE",
         "RANK",
@@ -114,7 +114,7 @@ class Environment:
         """What `reshard doctor` shows, in its order; None for what is missing."""
         return {
             "python": self.python,
-            **{package: self.versions.get(package) for package in PACKAGES},
+            **{package: self.versions.get(package) for package in ENVIRONMENT_PACKAGES},
             "CUDA of torch": "none (CPU build)" if self.cuda == "" else self.cuda,
             "NCCL": self.nccl,
             "driver": self.driver,
@@ -123,7 +123,9 @@ class Environment:
                 for gpu in self.gpus
             ],
             "/dev/shm": None if self.shm is None else f"{self.shm >> 20} MiB",
-            "variables": {name: self.variables[name] for name in VARIABLES if name in self.variables},
+            "variables": {
+                name: self.variables[name] for name in ENVIRONMENT_VARIABLES if name in self.variables
+            },
         }
 
 
@@ -140,7 +142,7 @@ def environment_of(seen: Mapping[str, Any], gpus: list[Gpu], driver: str | None)
     """The environment that an interpreter has described (`installed_packages.py`)."""
     nccl = (seen["versions"].get(f"nvidia-nccl-cu{major}") for major in (13, 12, 11))
     return Environment(
-        {name: version for name, version in seen["versions"].items() if name in PACKAGES},
+        {name: version for name, version in seen["versions"].items() if name in ENVIRONMENT_PACKAGES},
         gpus,
         driver,
         seen["variables"],
@@ -153,7 +155,7 @@ def environment_of(seen: Mapping[str, Any], gpus: list[Gpu], driver: str | None)
     )
 
 
-PACKAGE_NAMES = (*PACKAGES, *(f"nvidia-nccl-cu{major}" for major in (13, 12, 11)))
+PACKAGE_NAMES = (*ENVIRONMENT_PACKAGES, *(f"nvidia-nccl-cu{major}" for major in (13, 12, 11)))
 TIMEOUT_SECONDS = 60
 """Seconds that another interpreter may take to start."""
 

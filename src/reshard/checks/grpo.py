@@ -8,17 +8,17 @@ from typing import Any
 
 from reshard.checks.violation import Violation
 
-DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8}
-OPTIONS = (*DEFAULTS, "generation_batch_size", "steps_per_generation")
+GRPO_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8}
+GRPO_OPTIONS = (*GRPO_DEFAULTS, "generation_batch_size", "steps_per_generation")
 PROCESS_COUNTS = range(1, 129)
 
 
 def numbers_of(given: Mapping[str, Any]) -> dict[str, int] | None:
     """The numbers that are set, with TRL's defaults; None if one is known only at run time."""
-    told = {key: given[key] for key in OPTIONS if given.get(key) is not None}
+    told = {key: given[key] for key in GRPO_OPTIONS if given.get(key) is not None}
     if not all(isinstance(value, int) for value in told.values()):
         return None
-    return {**DEFAULTS, **{key: value for key, value in told.items() if value > 0}}
+    return {**GRPO_DEFAULTS, **{key: value for key, value in told.items() if value > 0}}
 
 
 def generated(numbers: Mapping[str, int], processes: int) -> int:
@@ -29,7 +29,7 @@ def generated(numbers: Mapping[str, int], processes: int) -> int:
 
 def fits(given: Mapping[str, int], processes: int) -> bool:
     """Whether a generation step consists of complete groups. For missing numbers, TRL's defaults apply."""
-    numbers = {**DEFAULTS, **given}
+    numbers = {**GRPO_DEFAULTS, **given}
     if total := numbers.get("generation_batch_size"):
         cut = total % (numbers["per_device_train_batch_size"] * processes)
         if cut or "steps_per_generation" in numbers:

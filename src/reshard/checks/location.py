@@ -1,4 +1,4 @@
-"""A line in a file of the user, with its fixed version."""
+"""A line in a file of the user to which a finding points, and how the line should read."""
 
 from __future__ import annotations
 

@@ -15,18 +15,18 @@ from reshard.checks.precision import without_bf16
 from reshard.checks.violation import Violation
 
 EnvironmentCheck = Callable[[Environment], Iterator[Violation]]
-CHECKS: list[EnvironmentCheck] = []
+ENVIRONMENT_CHECKS: list[EnvironmentCheck] = []
 
 
 def environment_check(function: EnvironmentCheck) -> EnvironmentCheck:
     """Register a check of the environment."""
-    CHECKS.append(function)
+    ENVIRONMENT_CHECKS.append(function)
     return function
 
 
 def facts_of(environment: Environment) -> Iterator[Violation]:
     """All that is wrong with an environment."""
-    for each in CHECKS:
+    for each in ENVIRONMENT_CHECKS:
         yield from each(environment)
 
 

@@ -1,4 +1,4 @@
-"""Which finding is the cause of others."""
+"""Leaves out findings that are only effects of another one of the same diagnosis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checks find."""
+"""What a check found wrong: the code of a rule, and the values for its texts."""
 
 from __future__ import annotations
 

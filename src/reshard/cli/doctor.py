@@ -15,7 +15,7 @@ from reshard.base.argument_checks import StrPath
 from reshard.base.foreign_text import escape, escape_lines
 from reshard.base.languages import LANGUAGES, Text, locale_language
 from reshard.base.options import About
-from reshard.checks.environment import PACKAGES
+from reshard.checks.environment import ENVIRONMENT_PACKAGES
 from reshard.checks.rules import rules
 from reshard.cli import asking
 from reshard.cli.asking import AskOptions
@@ -192,7 +192,7 @@ def _print_environment(environment: Environment, language: str) -> None:
     for name, told in environment.as_dict().items():
         value = " ".join(f"{key}={each}" for key, each in told.items()) if isinstance(told, dict) else told
         for each in value if isinstance(value, list) and value else [value]:
-            shown = str(each or (words["absent"] if name in PACKAGES else words["none"]))
+            shown = str(each or (words["absent"] if name in ENVIRONMENT_PACKAGES else words["none"]))
             label = set_cell_size(words.get(name, name), 19)
             console.print(f"[bold]{label}[/] {escape(words.get(shown, shown))}")
     console.print()

@@ -24,7 +24,7 @@ from reshard.cli.record import record_options
 from reshard.cli.tables import print_table
 from reshard.cli.usage import Group, WrongUsageError
 from reshard.training.engine_registry import engine_named
-from reshard.training.methods import METHODS, elsewhere
+from reshard.training.methods import TRAINING_METHODS, elsewhere
 from reshard.training.options import StartOptions
 from reshard.training.run import Run
 
@@ -130,7 +130,7 @@ lists them.
 
 Exit status: 0 done, 1 the run or a check of its output failed, 2 refused before the start, 128 + N ended by signal N.
 """
-for _name, _one in METHODS.items():
+for _name, _one in TRAINING_METHODS.items():
     _method(_name, _one.help)
 
 

@@ -7,9 +7,7 @@ each explains and how specific it is, so their order here means nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 
-from reshard.base.languages import Text
 from reshard.checks.finding import UNKNOWN_FAILURE, Finding
 from reshard.checks.rules import RuleValues, covered_by, told_at
 from reshard.diagnosis.causes import (
@@ -29,11 +27,11 @@ from reshard.diagnosis.causes.fatal_signals import of_exit
 from reshard.diagnosis.causes.import_errors import of_module, of_pair, of_symbol
 from reshard.diagnosis.causes.missing_attributes import of_attribute, of_none, of_undefined
 from reshard.diagnosis.causes.missing_programs import of_program
+from reshard.diagnosis.causes.mistyped_values import of_column, of_value
 from reshard.diagnosis.causes.package_requirements import of_packages, of_requirement, of_resolver
 from reshard.diagnosis.causes.placeholder_files import of_placeholder
 from reshard.diagnosis.causes.shadowed_packages import of_shadow
 from reshard.diagnosis.causes.unknown_arguments import of_arguments
-from reshard.diagnosis.causes.value_types import of_column, of_value
 from reshard.diagnosis.entries.descriptions import DESCRIBED, of_description
 from reshard.diagnosis.entries.matching import of_entries
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
@@ -95,7 +93,7 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
 def candidates_of(log: Log) -> list[Candidate]:
     """All candidates for what a log shows."""
     root = first_sign(log)
-    found = [_with_rank(each, root, log) for each in of_entries(log, root)]
+    found = list(of_entries(log, root))
     if loading := weight_names.of_loading(log):
         place = loading.places[0].line or 0
         covers = frozenset(weight_names.ENTRIES_OF_NAMES)
@@ -109,14 +107,6 @@ def candidates_of(log: Log) -> list[Candidate]:
         place, covers = described.places[0].line or 0, frozenset({UNKNOWN_FAILURE})
         found.append(Candidate(described, Explains.FIRST, closeness, place, covers))
     return [*found, *(_at_first(root, log) if root else ())]
-
-
-def _with_rank(entry: Candidate, root: Traceback | None, log: Log) -> Candidate:
-    """An entry for two ranks on one GPU, with what the command line has to do with that."""
-    first = gpus_and_ports.typed_rank(root, log) if root and entry.finding.code == "dup-gpu" else None
-    if first is None:
-        return entry
-    return replace(entry, finding=replace(entry.finding, remedy=Text.lines([first, entry.finding.remedy])))
 
 
 def _at_first(root: Traceback, log: Log) -> Iterator[Candidate]:

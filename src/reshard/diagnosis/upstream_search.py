@@ -10,7 +10,7 @@ from urllib.parse import quote_plus
 from reshard.base.data_files import read_data
 from reshard.base.languages import Text
 from reshard.checks.phrases import words
-from reshard.diagnosis.history.api_table import PACKAGES
+from reshard.diagnosis.history.api_table import PACKAGE_OF_ROOT
 from reshard.diagnosis.text.tracebacks import Traceback
 
 REPOSITORY_SCRIPTS = {
@@ -112,7 +112,7 @@ def installed_of(root: Traceback) -> str:
     frame = root.frames[-1].replace("\\", "/") if root.frames else ""
     match = INSTALLED_PATH.search(frame)
     found = (match["name"] if match else package_of(frame) or "").partition("/")[0]
-    return PACKAGES.get(found, found.replace("_", "-"))
+    return PACKAGE_OF_ROOT.get(found, found.replace("_", "-"))
 
 
 INSTALLED_PATH = re.compile(r"(?:site|dist)-packages/(?P<name>[A-Za-z]\w*)/")

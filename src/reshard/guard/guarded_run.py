@@ -1,4 +1,4 @@
-"""A guard from the command to the report."""
+"""A guarded run, from its command to its report."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from reshard.stores.store_errors import translated
 DATASET_PREFIX = "hf://datasets/"
 CARD_FILES = ("README.md", ".huggingface.yaml")
 """Where a dataset's configurations are declared."""
-CACHE_FOLDER = "reshard"
+DATASET_CACHE = "reshard"
 """Where the folders are, next to the Hub's cache, with links into it."""
 _ID = re.compile(r"[\w.-]+/[\w.-]+(@[^/]+)?")
 NoteCallback = Callable[[str], None]
@@ -61,7 +61,7 @@ def dataset_folder(
                 total = size(sum(each.file_size or 0 for each in missing))
                 note(f"downloading {name}: {len(missing)} files, {total}")
         folder = Path(snapshot_download(**wanted))
-    root = Path(constants.HF_HUB_CACHE).parent / CACHE_FOLDER / f"datasets--{name.replace('/', '--')}"
+    root = Path(constants.HF_HUB_CACHE).parent / DATASET_CACHE / f"datasets--{name.replace('/', '--')}"
     return _linked(folder, files, root / folder.name / (config or "default") / split)
 
 

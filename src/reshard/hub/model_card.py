@@ -61,9 +61,10 @@ def _metadata(plan: Plan, options: ConversionOptions) -> dict[str, Any]:
     found: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
     if base := _base(plan, folders):
         found["base_model"] = base
-        relation = "adapter" if is_adapter else "quantized" if options.quantize else None
-        if relation:
-            found["base_model_relation"] = relation
+        if is_adapter:
+            found["base_model_relation"] = "adapter"
+        elif options.quantize:
+            found["base_model_relation"] = "quantized"
     found["tags"] = ["reshard"]
     for folder in folders:
         told = _front_matter(folder / README)

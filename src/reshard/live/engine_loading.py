@@ -37,7 +37,7 @@ TensorShapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class ServingEngine:
+class InferenceEngine:
     """An inference engine: its name, the logger whose messages it prints, and its class of scales for a KV cache."""
 
     name: str
@@ -58,7 +58,7 @@ class EngineModel:
 class WeightsForModel:
     """The weights of a checkpoint on their way into a model."""
 
-    def __init__(self, engine: ServingEngine, weights: Weights) -> None:
+    def __init__(self, engine: InferenceEngine, weights: Weights) -> None:
         self.weights, self.tally = weights, ReadTally()
         self._engine, self._start = engine, time.perf_counter()
 
@@ -143,7 +143,7 @@ def with_revision(path: str, revision: str | None) -> str:
     return f"hf://{path}@{str(revision).replace('/', '%2F')}"
 
 
-def opened(engine: ServingEngine, place: EngineModel, options: Mapping[str, Any]) -> Weights:
+def opened(engine: InferenceEngine, place: EngineModel, options: Mapping[str, Any]) -> Weights:
     """The checkpoint, whose base is the folder of the engine's config unless another is set."""
     source = options.get("source")
     base = options.get("base") or place.config or (place.folder if source else None)
@@ -168,7 +168,7 @@ def _refuse_adapter(weights: Weights, path: str) -> None:
 
 
 def _refuse_quantized(
-    engine: ServingEngine, weights: Weights, place: EngineModel, options: Mapping[str, Any]
+    engine: InferenceEngine, weights: Weights, place: EngineModel, options: Mapping[str, Any]
 ) -> None:
     if weights.checkpoint.quantization and place.quantization is None and "dtype" not in options:
         raise ReshardError(
@@ -181,7 +181,7 @@ def _refuse_quantized(
         )
 
 
-def _warn_of_another_config(engine: ServingEngine, weights: Weights, folder: str) -> None:
+def _warn_of_another_config(engine: InferenceEngine, weights: Weights, folder: str) -> None:
     """Settings of which the tensors show nothing: reshard compares the others itself."""
     own, served = (config_of(weights.checkpoint, each) or {} for each in (None, source_path(folder)))
     other = [key for key in sorted(own.keys() & served.keys() - IGNORED_KEYS) if own[key] != served[key]]
@@ -195,7 +195,7 @@ def _warn_of_another_config(engine: ServingEngine, weights: Weights, folder: str
         )
 
 
-def refuse_several_sources(engine: ServingEngine, more: Collection[str]) -> None:
+def refuse_several_sources(engine: InferenceEngine, more: Collection[str]) -> None:
     """Models for which an engine's own loader does more than to iterate over one checkpoint."""
     if more:
         raise ReshardError(
@@ -206,7 +206,7 @@ def refuse_several_sources(engine: ServingEngine, more: Collection[str]) -> None
         )
 
 
-def refuse_quantization(engine: ServingEngine, quantization: str) -> None:
+def refuse_quantization(engine: InferenceEngine, quantization: str) -> None:
     """Quantizations for which an engine's own loader does more than to iterate over one checkpoint."""
     raise ReshardError(
         "engine-quantization-unsupported",

@@ -21,10 +21,10 @@ from sglang.srt.runtime_context import get_model, get_parallel, get_spec
 from reshard.base.errors import ReshardError
 from reshard.commands.weights import Weights
 from reshard.live import engine_loading
-from reshard.live.engine_loading import EngineModel, ServingEngine, WeightsForModel
+from reshard.live.engine_loading import EngineModel, InferenceEngine, WeightsForModel
 from reshard.live.loaded_parameters import LoadingNotes
 
-ENGINE = ServingEngine("SGLang", logging.getLogger(__name__), BaseKVCacheMethod)
+ENGINE = InferenceEngine("SGLang", logging.getLogger(__name__), BaseKVCacheMethod)
 
 
 @dataclass

@@ -45,7 +45,7 @@ class LoadedTensors(NamedTuple):
     kept: tuple[str, ...] = ()
 
 
-class _HeldTensor(NamedTuple):
+class _LocalTensor(NamedTuple):
     """A tensor of the module, the names that it has there, and the slices of the complete tensor that it holds."""
 
     target: torch.Tensor
@@ -91,7 +91,7 @@ def load_into(module: torch.nn.Module, weights: Weights, how: How) -> LoadedTens
     return LoadedTensors(len(wanted), filled, sum(counts), tuple(sorted(beyond)), tuple(kept))
 
 
-def _places(module: torch.nn.Module) -> list[_HeldTensor]:
+def _places(module: torch.nn.Module) -> list[_LocalTensor]:
     """The tensors of a module that a checkpoint has, each once, whatever the number of its names."""
     import torch
 
@@ -101,7 +101,7 @@ def _places(module: torch.nn.Module) -> list[_HeldTensor]:
         if torch.is_tensor(value):
             tensors[id(value)] = value
             names.setdefault(id(value), []).append(WRAPPER_PREFIX.sub("", name))
-    return [_HeldTensor(value, tuple(names[key]), _box(value)) for key, value in tensors.items()]
+    return [_LocalTensor(value, tuple(names[key]), _box(value)) for key, value in tensors.items()]
 
 
 def _box(tensor: torch.Tensor) -> tuple[slice, ...] | None:
@@ -114,7 +114,7 @@ def _box(tensor: torch.Tensor) -> tuple[slice, ...] | None:
     return tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
 
 
-def _named(places: Collection[_HeldTensor], weights: Weights) -> Mapping[str, Planned]:
+def _named(places: Collection[_LocalTensor], weights: Weights) -> Mapping[str, Planned]:
     """The tensors of the checkpoint under the names of the module: those of the Hub, or those in memory."""
     there = {name for each in places for name in each.names}
     as_hub = {each.name: each for each in weights.plan.planned}
@@ -122,11 +122,11 @@ def _named(places: Collection[_HeldTensor], weights: Weights) -> Mapping[str, Pl
     return max(as_live, as_hub, key=lambda each: len(there & each.keys()) - len(each.keys() - there))
 
 
-def _name_in(target: _HeldTensor, found: Mapping[str, Planned]) -> str | None:
+def _name_in(target: _LocalTensor, found: Mapping[str, Planned]) -> str | None:
     return next((name for name in target.names if name in found), None)
 
 
-def _tied(places: Collection[_HeldTensor], found: Mapping[str, Planned]) -> Iterator[Replica]:
+def _tied(places: Collection[_LocalTensor], found: Mapping[str, Planned]) -> Iterator[Replica]:
     """The tensors of the checkpoint that are one tensor in the module, and so must be equal."""
     for each in places:
         for first, other in pairwise(found[name] for name in each.names if name in found):
@@ -157,7 +157,7 @@ def _on_meta(module: torch.nn.Module, file: str) -> Iterator[Problem]:
 
 
 def _differences(
-    module: torch.nn.Module, places: Collection[_HeldTensor], found: Mapping[str, Planned], file: str
+    module: torch.nn.Module, places: Collection[_LocalTensor], found: Mapping[str, Planned], file: str
 ) -> Iterator[Problem]:
     """A problem for each tensor that only one side has, or that has another shape."""
     missing = _ignored(module, "_keys_to_ignore_on_load_missing")
@@ -221,7 +221,7 @@ def _dtype_of(tensor: torch.Tensor) -> DType:
     return BY_NAME.get(name) or DType(name, tensor.dtype.itemsize, "", None)
 
 
-def _wanted(planned: Planned, target: _HeldTensor) -> WantedTensor:
+def _wanted(planned: Planned, target: _LocalTensor) -> WantedTensor:
     """The part of a tensor that the module holds, read into its memory if that is possible."""
     local = target.local
     view = planned.source()

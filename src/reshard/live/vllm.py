@@ -23,11 +23,11 @@ from vllm.platforms import current_platform
 from reshard.base.errors import ReshardError
 from reshard.commands.weights import Weights
 from reshard.live import engine_loading, vllm_companions
-from reshard.live.engine_loading import EngineModel, ServingEngine, WeightsForModel
+from reshard.live.engine_loading import EngineModel, InferenceEngine, WeightsForModel
 from reshard.live.loaded_parameters import LoadingNotes
 
 # vLLM prints only the messages of its own loggers
-ENGINE = ServingEngine("vLLM", init_logger("vllm.reshard"), BaseKVCacheMethod)
+ENGINE = InferenceEngine("vLLM", init_logger("vllm.reshard"), BaseKVCacheMethod)
 
 
 @cache

@@ -21,7 +21,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.model.model_heads import head_of
 
 Logits = npt.NDArray[np.float32]
-RULE = "strict loading by transformers"
+LOADING_RULE = "strict loading by transformers"
 
 
 def transformers_logits(path: str | Path, tokens: npt.NDArray[np.int64], *, dtype: str = "float32") -> Logits:
@@ -104,7 +104,7 @@ def _loaded(path: str | Path, **how: Any) -> tuple[Any, set[str]]:
     except RuntimeError as error:  # transformers 5 cannot merge experts if a part is missing
         message = "transformers cannot put the weights together"
         raise ReshardError(
-            "logits-weights-not-merged", message, file=str(path), rule=RULE, found=str(error)
+            "logits-weights-not-merged", message, file=str(path), rule=LOADING_RULE, found=str(error)
         ) from error
     absent = _biases_that_only_llama_has(settings, info["missing_keys"])
     empty = {name for name, tensor in model.state_dict().items() if not tensor.numel()}
@@ -181,7 +181,7 @@ def _refuse(path: str | Path, settings: Mapping[str, Any], info: Mapping[str, An
             "the model needs a tensor that is not there",
             tensor=name,
             file=file,
-            rule=RULE,
+            rule=LOADING_RULE,
         )
         for name in sorted(info["missing_keys"])
     ]
@@ -191,7 +191,7 @@ def _refuse(path: str | Path, settings: Mapping[str, Any], info: Mapping[str, An
             "the model has no place for a tensor",
             tensor=name,
             file=file,
-            rule=RULE,
+            rule=LOADING_RULE,
         )
         for name in sorted(info["unexpected_keys"])
         if not _is_mtp(name, settings)
@@ -202,14 +202,14 @@ def _refuse(path: str | Path, settings: Mapping[str, Any], info: Mapping[str, An
             "a tensor has the wrong shape",
             tensor=name,
             file=file,
-            rule=RULE,
+            rule=LOADING_RULE,
             expected=str(list(expected)),
             found=str(list(found)),
         )
         for name, found, expected in sorted(info["mismatched_keys"])
     ]
     problems += [
-        Problem("logits-loading-failed", message, file=file, rule=RULE)
+        Problem("logits-loading-failed", message, file=file, rule=LOADING_RULE)
         for message in info.get("error_msgs", [])
     ]
     if problems:

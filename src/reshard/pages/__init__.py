@@ -38,15 +38,15 @@ def inspection_page(found: Inspection) -> str:
     )
 
 
-def comparison_page(found: Comparison, a: str, b: str) -> str:
+def comparison_page(found: Comparison, source: str, target: str) -> str:
     """The page that `verify --html` writes for two checkpoints whose tensors were compared."""
     from reshard.pages.difference_map import heat_of, table_of
 
     return _page(
         "verify.html",
-        title=f"{a} ↔ {b}",
-        a=a,
-        b=b,
+        title=f"{source} ↔ {target}",
+        a=source,
+        b=target,
         verdict=found.verdict,
         equal=found.equal,
         table=table_of(found),

@@ -94,8 +94,7 @@ def _part(what: str, total: int, index: int, parts: int) -> str:
     if total % parts:
         return f"{what}: {total} over {parts} ranks, some of them copies" if total and total < parts else ""
     each = total // parts
-    first = index * each
-    return f"{what} {first}" if each == 1 else f"{what} {first}–{first + each - 1}" if each else ""
+    return f"{what} {_ranges([range(index * each, (index + 1) * each)])}" if each else ""
 
 
 def _ranges(held: list[range]) -> str:

@@ -48,20 +48,24 @@ class _Node:
         name = f"{prefix}.{self.name}" if prefix else self.name
         names = sorted(Path(each).name for each in self.files)
         more = f" and {len(names) - MAX_FILES:,} more" if len(names) > MAX_FILES else ""
-        tensors = "1 tensor" if self.tensors == 1 else f"{self.tensors:,} tensors"
         node: dict[str, Any] = {
             "name": shown(self.name),
             "value": self.elements,
             "path": shown(name),
             "told": [
                 f"{count(self.elements)} parameters, {size(self.nbytes)}",
-                self.what if self.tensors == 1 else f"{tensors}{f', each {self.what}' if self.what else ''}",
+                self._tensors_in_words(),
                 shown(", ".join(names[:MAX_FILES]) + more),
             ],
         }
         if depth and self.children:
             node["children"] = [child.drawn(depth - 1, name) for child in self.children.values()]
         return node
+
+    def _tensors_in_words(self) -> str:
+        if self.tensors == 1:
+            return self.what
+        return f"{self.tensors:,} tensors" + (f", each {self.what}" if self.what else "")
 
     def nodes(self, depth: int) -> int:
         """The number of nodes down to `depth`."""

@@ -179,10 +179,11 @@ class EngineChecks:
 class Engine:
     """An engine. Only `train` starts processes or needs a GPU; importing an engine imports no framework.
 
-    `name` is what users type, `title` its name in texts. `methods` are those of `METHODS` that it supports. `packages`
-    are those whose versions matter to a run; `requires` returns the required ones with their versions. `leaves` are
-    patterns of its files in the output besides checkpoints, `dtypes` are the options that set the dtype of training. An
-    engine that `tracks` reports to trackers itself, one that `dequantizes` can start from a quantized model.
+    `name` is what users type, `title` its name in texts. `methods` are those of `TRAINING_METHODS` that it supports.
+    `packages` are those whose versions matter to a run; `requires` returns the required ones with their versions.
+    `leaves` are patterns of its files in the output besides checkpoints, `dtypes` are the options that set the dtype of
+    training. An engine that `tracks` reports to trackers itself, one that `dequantizes` can start from a quantized
+    model.
 
     `options` returns all options of a run, typed and with defaults; it raises ReshardError naming every wrong one, with
     the nearest valid name. `known_options` lists the options for a method.

@@ -1,4 +1,4 @@
-"""Problems of a run that others found: the doctor, checkpoint readers, the list of installed packages."""
+"""Findings of the doctor, of checkpoint readers and about installed packages, as problems of a run."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _PROMPTS = ("prompts",)
 _MARGIN = TrainingMeasure("rewards/margins", "margin")
 _REWARDS = (TrainingMeasure("reward", "reward"), TrainingMeasure("kl", "KL divergence"))
 
-METHODS = {
+TRAINING_METHODS = {
     method.name: method
     for method in (
         TrainingMethod(
@@ -118,7 +118,7 @@ def elsewhere(name: str) -> Problem | None:
         "method-experimental",
         f"reshard train has no {title}",
         rule="TRL declares its trainer experimental: it may change in any release",
-        expected=", ".join(METHODS),
+        expected=", ".join(TRAINING_METHODS),
         found=name,
         remedy=f"use trl.experimental.{name.lower()}.{title}Trainer with {title}Config in your own script, and run it "
         "with: reshard guard -- accelerate launch script.py",
@@ -127,22 +127,22 @@ def elsewhere(name: str) -> Problem | None:
 
 def generates(method: str) -> bool:
     """Whether the model answers prompts."""
-    return METHODS[method].generates
+    return TRAINING_METHODS[method].generates
 
 
 def is_rewarded(method: str) -> bool:
     """Whether the model is rewarded for its answers to prompts."""
-    return METHODS[method].rewarded
+    return TRAINING_METHODS[method].rewarded
 
 
 def headline(method: str | None) -> tuple[TrainingMeasure, ...]:
     """The most important measures of a method; the loss if the method is unknown."""
-    return METHODS[method].headline if method in METHODS else (LOSS_MEASURE,)
+    return TRAINING_METHODS[method].headline if method in TRAINING_METHODS else (LOSS_MEASURE,)
 
 
 def words_for(name: str) -> str:
     """The words for a measure, by its name in `metrics.jsonl`; the name itself if there are none."""
-    known = (*COMMON_MEASURES, *(each for method in METHODS.values() for each in method.headline))
+    known = (*COMMON_MEASURES, *(each for method in TRAINING_METHODS.values() for each in method.headline))
     return next((measure.words for measure in known if measure.name == name), name)
 
 

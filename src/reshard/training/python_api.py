@@ -11,7 +11,7 @@ from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.options import About, takes, takes_also, with_options
 from reshard.commands.names import NAMES
-from reshard.training.methods import METHODS, elsewhere
+from reshard.training.methods import TRAINING_METHODS, elsewhere
 from reshard.training.options import ExportOptions, ReportOptions, StartOptions
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def train(method: str, **given: Any) -> Outcome:
     if problem := elsewhere(str(method)):
         arguments.problems.append(problem)
     else:
-        arguments.choice("method", str(method), METHODS)
+        arguments.choice("method", str(method), TRAINING_METHODS)
     asked = arguments.options(CallOptions, given)
     call = {name: asked.pop(name) for name in ("options", "quiet", "on_preflight") if name in asked}
     from reshard.training.start import trained

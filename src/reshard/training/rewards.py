@@ -98,7 +98,9 @@ def _of_one(name: str) -> list[Problem]:
 def weights(names: Sequence[str]) -> list[float] | None:
     """The weight of each reward, 1 by default; None if no reward has one."""
     found = [named_rewards(name).weight for name in names]
-    return None if all(each is None for each in found) else [1.0 if each is None else each for each in found]
+    if all(each is None for each in found):
+        return None
+    return [1.0 if each is None else each for each in found]
 
 
 def load(name: str) -> Callable[..., Any]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.data_files import read_data
-from reshard.diagnosis.history.api_table import PACKAGES, ROOTS
+from reshard.diagnosis.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS
 
-PACKAGE_PATTERN = "|".join(sorted({"pytorch", *ROOTS, *PACKAGES}, key=len, reverse=True))
+PACKAGE_PATTERN = "|".join(sorted({"pytorch", *PACKAGE_ROOTS, *PACKAGE_OF_ROOT}, key=len, reverse=True))
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from operator import floordiv, mod, truediv
 
 from reshard.diagnosis.ask.expressions import expressions
 from reshard.diagnosis.ask.release_claims import ReleaseClaims
@@ -112,6 +113,9 @@ def _value(number: str) -> float:
     return float(number.replace(",", ""))
 
 
+_DIVISIONS = {"//": floordiv, "/": truediv, "÷": truediv, "%": mod, "mod": mod}
+
+
 def _computed(terms: str) -> tuple[float, list[float]]:
     """The value of a sum of products, not a number if there is none; and the numbers in it."""
     signs = re.findall(r"//|mod|[-+*/×÷x·%]", terms)
@@ -123,13 +127,7 @@ def _computed(terms: str) -> tuple[float, list[float]]:
         elif sign in "*×x·":
             sums[-1] *= number
         elif number:
-            sums[-1] = (
-                sums[-1] // number
-                if sign == "//"
-                else sums[-1] / number
-                if sign in "/÷"
-                else sums[-1] % number
-            )
+            sums[-1] = _DIVISIONS[sign](sums[-1], number)
         else:
             return float("nan"), numbers
     return sum(sums), numbers

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from reshard.base.foreign_text import without_secrets
 from reshard.diagnosis.ask.expressions import expressions
-from reshard.diagnosis.history.api_table import PACKAGES, ROOTS
+from reshard.diagnosis.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS
 
 MAX_LINE = 1_000
 """Characters of a line that are searched and kept: an expression may take quadratic time."""
@@ -71,7 +71,7 @@ def _addresses(text: str) -> set[str]:
 
 def _without(text: str, names: Iterable[str], sign: str) -> str:
     """A text with numbers in place of names, the longest first: one may be part of another."""
-    known = {*PACKAGES, *ROOTS}
+    known = {*PACKAGE_OF_ROOT, *PACKAGE_ROOTS}
     kept = expressions("private")["kept"]
     private = [
         name for name in names if len(name) > 2 and name.lower() not in known and not kept.fullmatch(name)

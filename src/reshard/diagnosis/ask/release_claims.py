@@ -9,13 +9,13 @@ from contextlib import suppress
 from packaging.version import InvalidVersion, Version
 
 from reshard.diagnosis.ask.expressions import expressions
-from reshard.diagnosis.history.api_table import PACKAGES, ROOTS, ApiTable, table
+from reshard.diagnosis.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS, ApiTable, table
 from reshard.diagnosis.history.bloom_filters import packages_with
 from reshard.diagnosis.history.call_parameters import refused
 from reshard.diagnosis.history.release_ranges import Presence
 from reshard.diagnosis.history.versions_in_use import Versions
 
-_ALIASES = {"pytorch": "torch", **PACKAGES, **{each.replace("-", "_"): each for each in ROOTS}}
+_ALIASES = {"pytorch": "torch", **PACKAGE_OF_ROOT, **{each.replace("-", "_"): each for each in PACKAGE_ROOTS}}
 _KINDS = ("lacks", "removed", "added", "has")
 
 
@@ -60,12 +60,12 @@ class ReleaseClaims:
         """Whether no package with such a function or class accepts one of these arguments."""
         root, _, name = path.rpartition(".")
         target = f"{name}.__init__" if name[:1].isupper() else name
-        package = PACKAGES.get(root.partition(".")[0])
-        names = [package] if package else packages_with(ROOTS, name)
+        package = PACKAGE_OF_ROOT.get(root.partition(".")[0])
+        names = [package] if package else packages_with(PACKAGE_ROOTS, name)
         names = [each for each in names if each in _named(statement)] or names
         tables = [each for each in map(table, names) if each and target in each.raw["functions"]]
         if not package:  # a name that many have: the one that all import
-            tables = [each for each in tables if each.name(ROOTS[each.package], name).there]
+            tables = [each for each in tables if each.name(PACKAGE_ROOTS[each.package], name).there]
         keywords = [
             each
             for each in re.findall(r"(?<!\w)(\w{1,80})\s{0,4}=(?!=)", inside)
@@ -86,7 +86,7 @@ class ReleaseClaims:
 
     def _is_absent(self, module: str, name: str, statement: str) -> bool:
         """Whether the version in use has a module, but not this name in it."""
-        found = table(PACKAGES.get(module.partition(".")[0], ""))
+        found = table(PACKAGE_OF_ROOT.get(module.partition(".")[0], ""))
         if not found or self._is_quoted(name, statement):
             return False
         version = Versions({**self._pinned, **_named(statement)}, {}).assumed(found)
@@ -107,7 +107,7 @@ def _named(statement: str) -> dict[str, tuple[Version, str]]:
 def _presence(found: ApiTable, name: str, statement: str) -> Presence | None:
     """When a name existed: in a module, as a class or its attribute, or as an argument of a class in the statement."""
     module, _, last = name.rpartition(".")
-    root = ROOTS[found.package]
+    root = PACKAGE_ROOTS[found.package]
     if module in found.modules or not module:
         presence = found.name(module or root, last)
         if presence.there or (module and not found.is_open(module, Version(found.versions[-1]))):
@@ -126,7 +126,7 @@ def _may_go_on(found: ApiTable | None, name: str, presence: Presence) -> bool:
     if found is None:
         return False
     module, _, last = name.rpartition(".")
-    module = module or ROOTS[found.package]
+    module = module or PACKAGE_ROOTS[found.package]
     after = found.after(max(presence.there))
     is_name = presence == found.name(module, last)
     return is_name and after is not None and found.is_open(module, Version(after))

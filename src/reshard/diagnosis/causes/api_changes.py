@@ -18,9 +18,9 @@ from reshard.checks.phrases import words
 from reshard.checks.rules import told
 from reshard.diagnosis.causes.import_errors import imports_itself
 from reshard.diagnosis.causes.pip_commands import with_interpreter
-from reshard.diagnosis.history.api_table import PACKAGES, ROOTS, ApiTable, table, tables
+from reshard.diagnosis.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS, ApiTable, table, tables
 from reshard.diagnosis.history.bloom_filters import packages_with
-from reshard.diagnosis.history.known_names import Known, known_of
+from reshard.diagnosis.history.known_names import KnownName, known_of
 from reshard.diagnosis.history.missing_names import (
     NAME_KINDS,
     QUOTE,
@@ -79,7 +79,7 @@ def _answer(failure: Traceback, log: Log) -> ApiRule | None:
     return None
 
 
-def _is_of_asker(known: Known, failure: Traceback, log: Log) -> bool:
+def _is_of_asker(known: KnownName, failure: Traceback, log: Log) -> bool:
     """Whether a package, or a checkout of it, asks for what is its own: one release knows its own names."""
     missing, frame = known.missing, asker(failure)
     if missing.kind is MissingKind.MODULE:
@@ -102,7 +102,7 @@ def _of_itself(missing: Missing, failure: Traceback) -> ApiRule | None:
     return ApiRule("one-package", own, "possible", values) if is_of_module or is_of_class else None
 
 
-def _of_known(known: Known, failure: Traceback, version: Version | None) -> ApiRule | None:
+def _of_known(known: KnownName, failure: Traceback, version: Version | None) -> ApiRule | None:
     """What is known of a missing name, compared with the installed release if the log shows it."""
     if replaced := _of_replaced(known, version):
         return replaced
@@ -120,7 +120,7 @@ _IS_LOADING = re.compile(r"partially initialized|unknown location")
 # ------------------------------------------------------------------------------------------ some releases have it
 
 
-def _of_releases(known: Known, bounds: Bounds, version: Version | None, failure: Traceback) -> ApiRule:
+def _of_releases(known: KnownName, bounds: Bounds, version: Version | None, failure: Traceback) -> ApiRule:
     """Only some releases have it: which of them to install, or what to write instead."""
     package, rule = known.table.package, _rule(bounds, version)
     pin = f"{package}{bounds.specifier}"
@@ -136,10 +136,9 @@ def _of_releases(known: Known, bounds: Bounds, version: Version | None, failure:
         "yours": _yours(package, version, bounds),
         "instead": _instead(known, failure),
     }
-    is_vague = (
-        rule == "api-between" or known.missing.kind is MissingKind.ATTRIBUTE
-    )  # of any class of this name
-    certainty = "sure" if version else "possible" if is_vague else "likely"
+    is_of_any_class = rule == "api-between" or known.missing.kind is MissingKind.ATTRIBUTE
+    guessed = "possible" if is_of_any_class else "likely"
+    certainty = "sure" if version else guessed
     folder = checkout_of(known.missing)
     remedy = words("update-checkout", folder=folder, package=package, pin=pin) if folder else None
     return ApiRule(rule, known.table, certainty, values, remedy)
@@ -160,7 +159,7 @@ def _yours(package: str, version: Version | None, bounds: Bounds) -> Text:
     return words("yours-or-older", first=bounds.first) if bounds.first else words("yours-unknown")
 
 
-def _instead(known: Known, failure: Traceback) -> Text:
+def _instead(known: KnownName, failure: Traceback) -> Text:
     """What to write, or which package to update, instead of returning to an old release."""
     package, missing = known.table.package, known.missing
     target = f"{missing.owner}:{missing.name}" if missing.kind in NAME_KINDS else ""
@@ -178,12 +177,12 @@ def _instead(known: Known, failure: Traceback) -> Text:
 
 def _who_dropped(target: str) -> str | None:
     """The only package that imported `module:name` and no longer does, for a log that does not show the caller."""
-    packages = packages_with(ROOTS, target) if target else []
+    packages = packages_with(PACKAGE_ROOTS, target) if target else []
     asking = [own.package for own in tables(packages) if own.dropped(target)]
     return asking[0] if len(asking) == 1 else None
 
 
-def _of_replaced(known: Known, version: Version | None) -> ApiRule | None:
+def _of_replaced(known: KnownName, version: Version | None) -> ApiRule | None:
     """An attribute is of a class which another one of the same name replaced."""
     own, missing = known.table, known.missing
     found = own.replaced(missing.owner, missing.name) if missing.kind is MissingKind.ATTRIBUTE else None
@@ -197,7 +196,7 @@ def _of_replaced(known: Known, version: Version | None) -> ApiRule | None:
 # ------------------------------------------------------------------------------------------ all have it, or none
 
 
-def _of_all(known: Known, version: Version | None) -> ApiRule | None:
+def _of_all(known: KnownName, version: Version | None) -> ApiRule | None:
     """Each release has it, of the past years at least: the installed one is older."""
     first = known.table.versions[min(known.presence.there)]
     is_named = known.missing.kind in (MissingKind.IMPORT, MissingKind.MODEL_TYPE)
@@ -207,7 +206,7 @@ def _of_all(known: Known, version: Version | None) -> ApiRule | None:
     return ApiRule("installed-before", known.table, "likely", values)
 
 
-def _of_none(known: Known, failure: Traceback) -> ApiRule | None:
+def _of_none(known: KnownName, failure: Traceback) -> ApiRule | None:
     """No known release has it: the code is for an older one, or the name is of another package, or misspelled."""
     missing, own = known.missing, known.table
     values: dict[str, object] = {"name": known.shown, "package": own.package}
@@ -230,7 +229,7 @@ def _meant(missing: Missing, own: ApiTable) -> Iterator[Text]:
     """The package that has an imported name, or else the most similar name."""
     if missing.kind is not MissingKind.IMPORT:
         return
-    every = tables(packages_with(dict.fromkeys((*MODEL_LIBRARIES, *ROOTS)), missing.name))
+    every = tables(packages_with(dict.fromkeys((*MODEL_LIBRARIES, *PACKAGE_ROOTS)), missing.name))
     others = (each.root for each in every if each.name(each.root, missing.name).there)
     if other := next(others, None):
         yield words("name-of-other", name=missing.name, other=other)
@@ -289,4 +288,4 @@ def version_of(package: str, failure: Traceback, log: Log) -> Version | None:
 def _package_of(frame: str) -> str | None:
     """The package in the history to which a frame's file belongs."""
     match = re.search(r"(?:site|dist)-packages[/\\](?P<root>\w+)[/\\]", frame)
-    return PACKAGES.get(match["root"]) if match else None
+    return PACKAGE_OF_ROOT.get(match["root"]) if match else None

@@ -1,4 +1,4 @@
-"""Dtypes: two that meet in one operation or unit, and those that an operation or a GPU does not have."""
+"""Failures about dtypes: two that an operation does not combine, or one that an operation or a GPU does not have."""
 
 from __future__ import annotations
 

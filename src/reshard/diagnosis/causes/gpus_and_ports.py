@@ -1,4 +1,4 @@
-"""What processes on one machine have to share out: GPUs, by the local rank, and the port at which they meet."""
+"""Failures of processes that share a machine: fewer GPUs than processes, one local rank for all, a port in use."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def of_devices(root: Traceback, log: Log) -> Finding | None:
 
 def _asked(said: str) -> tuple[str, dict[str, object]]:
     """What a message says was asked for, with its numbers; "" for messages about something else."""
-    if match := next((hit for pattern in _GPUS if (hit := pattern.search(said))), None):
+    if match := next(filter(None, (pattern.search(said) for pattern in _GPUS)), None):
         asked, there = _counts(match)
         return "gpus", {"asked": asked, "there": there}
     if port := _PORT.search(said):

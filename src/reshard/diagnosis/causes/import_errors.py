@@ -13,7 +13,7 @@ from reshard.checks.location import Location
 from reshard.checks.phrases import words
 from reshard.checks.rules import told, told_at
 from reshard.diagnosis.causes.pip_commands import installed_for, with_interpreter
-from reshard.diagnosis.history.api_table import PACKAGES
+from reshard.diagnosis.history.api_table import PACKAGE_OF_ROOT
 from reshard.diagnosis.text.log import Log, Traceback
 from reshard.diagnosis.upstream_search import INSTALLED_PATH, package_of
 
@@ -36,7 +36,7 @@ def of_module(root: Traceback, log: Log) -> Finding | None:
     if match["module"] == package or package in _SHARED:
         return _without_package(package, root, log)
     own = imports_itself(root, log) or (root.frames and _owner(root.frames[-1]) == package)
-    values = {**match.groupdict(), "distribution": PACKAGES.get(package, package)}
+    values = {**match.groupdict(), "distribution": PACKAGE_OF_ROOT.get(package, package)}
     identifier = "package-without-part" if own else "submodule-missing"
     return told_at((identifier, values), log.name, root.last, root.said)
 
@@ -79,12 +79,12 @@ def of_pair(root: Traceback, log: Log) -> Finding | None:
     if match is None or importer is None or any(each in root.said for each in _NOT_OF_RELEASES):
         return None
     package, path = match["package"], match["path"]
-    if package in (importer, *_SHARED, *PACKAGES) or (path and not INSTALLED_PATH.search(path)):
+    if package in (importer, *_SHARED, *PACKAGE_OF_ROOT) or (path and not INSTALLED_PATH.search(path)):
         return None
     values: dict[str, object] = {
         **match.groupdict(),
         "distribution": installed_for(package),
-        "importer": PACKAGES.get(importer, importer.replace("_", "-")),
+        "importer": PACKAGE_OF_ROOT.get(importer, importer.replace("_", "-")),
     }
     return told_at(("import-of-other-release", values), log.name, root.last, root.said)
 

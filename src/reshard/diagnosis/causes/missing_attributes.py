@@ -1,4 +1,4 @@
-"""Whose fault a failure is: a value that is None, an object that lacks an attribute, a name that nobody defined."""
+"""A value that is None, an attribute that an object lacks, a name that nobody defined: in whose code the mistake is."""
 
 from __future__ import annotations
 

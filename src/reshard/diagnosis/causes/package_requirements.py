@@ -15,7 +15,7 @@ from reshard.checks.location import Location
 from reshard.checks.phrases import words
 from reshard.checks.rules import told, told_at
 from reshard.diagnosis.causes.pip_commands import imported_from, installed_for
-from reshard.diagnosis.history.api_table import PACKAGES, ROOTS
+from reshard.diagnosis.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS
 from reshard.diagnosis.text.log import Log, Traceback
 from reshard.diagnosis.text.partial_failures import CUT_OFF_TRACEBACK, EXIT_STATUS
 from reshard.diagnosis.upstream_search import repositories
@@ -117,7 +117,9 @@ _REQUIRED = tuple(
     )
 )
 _KNOWN = "|".join(
-    sorted({*ROOTS, *PACKAGES, "pytorch", "ray", "torchao", "torchvision"}, key=len, reverse=True)
+    sorted(
+        {*PACKAGE_ROOTS, *PACKAGE_OF_ROOT, "pytorch", "ray", "torchao", "torchvision"}, key=len, reverse=True
+    )
 )
 _IN_WORDS = re.compile(
     rf"(?i)(?<![\w./-])(?P<package>{_KNOWN})[`'\"]?(?: [^.\n\d]{{1,40}}?)? "
@@ -221,7 +223,9 @@ def _packages(message: str) -> Iterator[str]:
 def _of_sentence(name: str) -> Iterator[str]:
     """A package that a sentence names, if it is known to be one."""
     name, found = name.lower(), installed_for(name.lower())
-    if name not in _NO_PACKAGE and (found != name or found in {*ROOTS, *PACKAGES, *repositories(), *_MORE}):
+    if name not in _NO_PACKAGE and (
+        found != name or found in {*PACKAGE_ROOTS, *PACKAGE_OF_ROOT, *repositories(), *_MORE}
+    ):
         yield from [found] if found.startswith("-") else found.split()
 
 

@@ -11,7 +11,7 @@ from reshard.checks.finding import Finding
 from reshard.checks.rules import RuleValues, told_at
 from reshard.diagnosis.text.log import Log, Traceback
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 _SIZE = r"(?:torch\.Size\()?[\[(](?P<{0}>[\d, ]*)[\])]\)?"
 _PAIRS = tuple(
     re.compile(pattern.replace("SAVED", _SIZE.format("saved")).replace("WANTED", _SIZE.format("wanted")))
@@ -70,8 +70,8 @@ class ShapePair(NamedTuple):
     """A tensor by name, its shape in the file, and its shape in the model."""
 
     name: str
-    saved: Shape
-    wanted: Shape
+    saved: TensorShape
+    wanted: TensorShape
 
 
 def pairs(said: str) -> Iterator[ShapePair]:
@@ -114,7 +114,7 @@ def contradict(identifier: str, said: str) -> bool:
     return first is not None and first not in COVERED_BY_ENTRY.get(identifier, {first})
 
 
-def _shape(text: str) -> Shape:
+def _shape(text: str) -> TensorShape:
     return tuple(int(part) for part in text.replace(" ", "").split(",") if part)
 
 
@@ -203,17 +203,17 @@ def _of_elements(said: str) -> RuleValues | None:
     return _of_sizes(int(match["a"]), int(match["b"]), match["dimension"]) if match else None
 
 
-def _of_sizes(a: int, b: int, dimension: str | None) -> RuleValues | None:
+def _of_sizes(one: int, other: int, dimension: str | None) -> RuleValues | None:
     """What two sizes of tensors that must be equal show."""
-    small, large = sorted((a, b))
+    small, large = sorted((one, other))
     if not small:
-        return "shape-empty-side", {"a": a, "b": b}
+        return "shape-empty-side", {"a": one, "b": other}
     if dimension == "1" and small in USUAL_POSITIONS and small + 2 < large and large % small:
         return "shape-positions", {"small": small, "large": large}
     is_multiple = 1 < small < large and large % small == 0
     if large == small or not (dimension or is_multiple):
         return None
-    return "shape-apart", {"a": a, "b": b, "more": large - small, "ratio": f"{large / small:.3g}"}
+    return "shape-apart", {"a": one, "b": other, "more": large - small, "ratio": f"{large / small:.3g}"}
 
 
 TABLE_LINES = 60

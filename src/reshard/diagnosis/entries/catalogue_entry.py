@@ -19,8 +19,8 @@ from reshard.base.errors import ReshardError
 from reshard.base.languages import Text
 from reshard.base.suggest import closest
 
-FOLDER = Path(__file__).with_name("catalogue")
-KINDS = ("error", "hang", "silent", "warning", "symptom")
+CATALOGUE_FOLDER = Path(__file__).with_name("catalogue")
+ENTRY_KINDS = ("error", "hang", "silent", "warning", "symptom")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class CatalogueEntry:
     excerpt_from: str
     described: tuple[re.Pattern[str], ...] = ()
     certainty: str = "sure"
+    analysis: str = ""
+    """What is computed besides, by its name in `analyses.py`."""
 
     @cached_property
     def needs(self) -> tuple[re.Pattern[str], ...]:
@@ -66,7 +68,7 @@ class CatalogueEntry:
 @lru_cache(maxsize=1)
 def catalogue() -> dict[str, CatalogueEntry]:
     """All entries by id. Raises ReshardError naming a file that cannot be read."""
-    return {path.stem: _entry(path) for path in sorted(FOLDER.glob("*.yaml"))}
+    return {path.stem: _entry(path) for path in sorted(CATALOGUE_FOLDER.glob("*.yaml"))}
 
 
 def find(identifier: str) -> CatalogueEntry:
@@ -112,6 +114,7 @@ def _entry(path: Path) -> CatalogueEntry:
             excerpt_from=raw["excerpt_from"],
             described=_patterns(raw.get("described", [])),
             certainty=raw.get("certainty", "sure"),
+            analysis=raw.get("analysis", ""),
         )
     except (KeyError, TypeError, AttributeError, re.error, yaml.YAMLError) as error:
         raise ReshardError(

@@ -16,8 +16,8 @@ from reshard.base.languages import Text
 from reshard.checks.finding import CERTAINTIES, Finding
 from reshard.checks.location import Location
 from reshard.checks.phrases import words
-from reshard.diagnosis.causes.rank_mismatches import compared
 from reshard.diagnosis.causes.shape_mismatches import contradict
+from reshard.diagnosis.entries.analyses import ANALYSES
 from reshard.diagnosis.entries.catalogue_entry import CatalogueEntry, catalogue
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
 from reshard.diagnosis.text.first_failure import is_in, live_lines, living, which_is_first
@@ -63,8 +63,10 @@ def _hit(
         root and explains and (line is None or line.number != root.last)
     ):  # as one process would have printed it
         line = next((each for each in whole.lines if each.number == root.last), line)
-    said = root.said if root and explains else line.text if line else ""
-    if line is None or not _applies(entry, whole.text, log.versions) or contradict(entry.id, said):
+    if line is None or not _applies(entry, whole.text, log.versions):
+        return None
+    said = root.said if root and explains else line.text
+    if contradict(entry.id, said):
         return None
     is_root = explains or (root is not None and is_in(line, root))
     first = [which_is_first(root)] if root and explains else []
@@ -91,15 +93,17 @@ def _tells_apart(need: re.Pattern[str], beside: str) -> bool:
 
 def _candidate(hit: _Hit, alike: list[_Hit], log: Log, root: Traceback | None) -> Candidate:
     entry = hit.entry
+    added = ANALYSES[entry.analysis](log, root)
+    cure = _cure(hit, root)
     finding = Finding(
         code=entry.id,
         message=entry.title,
         rule=entry.cause,
-        remedy=_cure(hit, log, root),
+        remedy=Text.lines([added.first_step, cure]) if added.first_step else cure,
         certainty=max(_certainty(hit, alike, root), entry.certainty, key=CERTAINTIES.index),
         severity="warning" if entry.kind in WARNINGS else "error",
         places=(Location.of(log.name, hit.line.number, hit.line.text),),
-        evidence=(*hit.evidence, *_analysed(hit, log)),
+        evidence=(*hit.evidence, *added.evidence),
         sources=entry.sources,
     )
     covers = frozenset(entry.symptom_of) if entry.kind != "symptom" else frozenset()
@@ -125,7 +129,7 @@ def _certainty(hit: _Hit, alike: list[_Hit], root: Traceback | None) -> str:
     return "likely" if ahead and apart and hit.specificity is not Specificity.KIND else "possible"
 
 
-def _cure(hit: _Hit, log: Log, root: Traceback | None) -> Text:
+def _cure(hit: _Hit, root: Traceback | None) -> Text:
     """The remedy of an entry, with what its patterns found for its placeholders."""
     cure, said = hit.entry.cure, root.said if root and hit.at_root else hit.line.text
     named = (each for each in hit.entry.patterns if each.groupindex)
@@ -134,11 +138,6 @@ def _cure(hit: _Hit, log: Log, root: Traceback | None) -> Text:
         if name.isupper() and value:
             cure = Text(cure.en.replace(name, value), cure.zh.replace(name, value))
     return cure
-
-
-def _analysed(hit: _Hit, log: Log) -> list[Text]:
-    """Evidence that comes from an analysis of the log."""
-    return compared(log) if hit.entry.id == "hang-nccl" else []
 
 
 class _Passage:

@@ -34,7 +34,7 @@ from reshard.checks.finding import Finding
 from reshard.diagnosis.facts.missing_evidence import unseen_in
 from reshard.diagnosis.facts.process_output import failure_of, frames_of, ranks_of, root_of
 from reshard.diagnosis.facts.run_settings import Fact, at, commands_in, settings_in, versions_in
-from reshard.diagnosis.history.api_table import PACKAGES, ROOTS, table
+from reshard.diagnosis.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS, table
 from reshard.diagnosis.history.release_diff import changes
 from reshard.diagnosis.text.log import Log
 
@@ -117,7 +117,7 @@ def _summary(path: str, inspection: Inspection | None) -> Fact:
 
 
 _IMPORTED = re.compile(r"\bfrom (?P<module>\w[\w.]*) import (?P<names>\w+(?:, \w+)*)")
-_WRITTEN = re.compile(rf"(?<![\w./])(?P<root>{'|'.join(PACKAGES)})(?:\.\w+)+(?!\w)")
+_WRITTEN = re.compile(rf"(?<![\w./])(?P<root>{'|'.join(PACKAGE_OF_ROOT)})(?:\.\w+)+(?!\w)")
 
 
 def _history(findings: Sequence[Finding], frames: Sequence[Fact], versions: Sequence[Fact]) -> Iterator[Fact]:
@@ -130,7 +130,7 @@ def _history(findings: Sequence[Finding], frames: Sequence[Fact], versions: Sequ
     }
     asked: dict[tuple[str, str], Fact] = {}
     for each in findings:
-        if (package := str(each.values.get("package"))) in ROOTS and each.places:
+        if (package := str(each.values.get("package"))) in PACKAGE_ROOTS and each.places:
             name = str(each.values.get("name")).removeprefix("model_type ")
             asked[package, name] = at(each.places[0].target, each.places[0].line)
     of_findings = len(asked)
@@ -168,7 +168,7 @@ def _names_in(code: str) -> Iterator[tuple[str, str]]:
     """The names that a line of code imports from known packages, or writes with their modules."""
     for match in _IMPORTED.finditer(code):
         root = match["module"].partition(".")[0]
-        for name in match["names"].split(", ") if root in PACKAGES else ():
-            yield PACKAGES[root], f"{match['module']}.{name}"
+        for name in match["names"].split(", ") if root in PACKAGE_OF_ROOT else ():
+            yield PACKAGE_OF_ROOT[root], f"{match['module']}.{name}"
     for match in _WRITTEN.finditer(code):
-        yield PACKAGES[match["root"]], match[0]
+        yield PACKAGE_OF_ROOT[match["root"]], match[0]

@@ -9,7 +9,7 @@ from shlex import quote
 from typing import cast
 
 from reshard.diagnosis.facts.run_settings import Fact
-from reshard.diagnosis.history.api_table import PACKAGES
+from reshard.diagnosis.history.api_table import PACKAGE_OF_ROOT
 from reshard.diagnosis.text.log import Log, Traceback
 from reshard.diagnosis.text.partial_failures import (
     CUT_OFF_TRACEBACK,
@@ -88,7 +88,7 @@ def _of_failure(root: Traceback, logs: Sequence[Log]) -> Iterator[Fact]:
 
 def _of_versions(root: Traceback, known: Container[object], again: str) -> Iterator[Fact]:
     folders = {folder for frame in root.root.frames if (folder := package_of(frame))}
-    packages = sorted(name for each in folders if (name := PACKAGES.get(each, each)) not in known)
+    packages = sorted(name for each in folders if (name := PACKAGE_OF_ROOT.get(each, each)) not in known)
     if packages:
         yield _fact(
             f"the versions of {', '.join(packages)}", f"pip freeze > versions.txt; {again} versions.txt"

@@ -16,7 +16,7 @@ from reshard.base.errors import ReshardError
 from reshard.checks.config_text import read_config
 from reshard.checks.script import NOT_PYTHON
 from reshard.diagnosis.text.log import Log, LogLine
-from reshard.diagnosis.text.run_details import PACKAGES, command_in
+from reshard.diagnosis.text.run_details import LOGGED_PACKAGES, command_in
 from reshard.diagnosis.text.text_files import CONFIG_SUFFIXES, ELLIPSIS, SHELL_SUFFIXES
 
 Fact = dict[str, object]
@@ -27,7 +27,7 @@ def at(file: str, line: int | None) -> Fact:
     return {"file": file, "line": line}
 
 
-_NAME = "|".join((*PACKAGES, "pytorch", "python", "sglang", "ray")).replace("-", "[-_]")
+_NAME = "|".join((*LOGGED_PACKAGES, "pytorch", "python", "sglang", "ray")).replace("-", "[-_]")
 _VERSION = r"v?(?P<version>\d+(?:\.\d+)+(?:[.+]?[a-z][\w.+]*)?)(?![\w.])"
 _STATED = re.compile(
     rf"^\s*(?:[-*]\s+|\[(?:pip3?|conda)\]\s+)?[`'\"]?(?P<name>{_NAME})[`'\"]?"

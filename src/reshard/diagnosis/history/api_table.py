@@ -15,8 +15,8 @@ from packaging.version import Version
 
 from reshard.diagnosis.history.release_ranges import LONG_LIVED, NOWHERE, Presence, Releases, Span
 
-FOLDER = Path(__file__).with_name("tables")
-ROOTS = {
+TABLES_FOLDER = Path(__file__).with_name("tables")
+PACKAGE_ROOTS = {
     "accelerate": "accelerate",
     "bitsandbytes": "bitsandbytes",
     "datasets": "datasets",
@@ -38,7 +38,7 @@ ROOTS = {
     "xformers": "xformers",
 }
 """The imported folder, by the installed name."""
-PACKAGES = {root: package for package, root in ROOTS.items()}
+PACKAGE_OF_ROOT = {root: package for package, root in PACKAGE_ROOTS.items()}
 
 
 class Replaced(NamedTuple):
@@ -79,8 +79,10 @@ class ApiTable(Releases):
             found: set[int] = set()
             for part in text.split(","):
                 first, dash, last = part.partition("-")
-                end = int(last) if last else self.last if dash else int(first)
-                found.update(range(int(first), end + 1))
+                if dash:
+                    found.update(range(int(first), (int(last) if last else self.last) + 1))
+                else:
+                    found.add(int(first))
             self._spans[text] = frozenset(found)
         return self._spans[text]
 
@@ -302,8 +304,8 @@ _RENAMES = {
 @cache
 def table(package: str) -> ApiTable | None:
     """The table of a package, None if there is none."""
-    path = FOLDER / f"{package}.json.xz"
-    if package not in ROOTS or not path.is_file():
+    path = TABLES_FOLDER / f"{package}.json.xz"
+    if package not in PACKAGE_ROOTS or not path.is_file():
         return None
     return ApiTable(package, json.loads(lzma.decompress(path.read_bytes())))
 

@@ -9,7 +9,7 @@ from functools import cache
 
 from packaging.version import InvalidVersion, Version
 
-from reshard.diagnosis.history.api_table import PACKAGES, ApiTable, table
+from reshard.diagnosis.history.api_table import PACKAGE_OF_ROOT, ApiTable, table
 from reshard.diagnosis.history.release_ranges import Bounds
 from reshard.diagnosis.history.versions_in_use import Versions
 
@@ -56,7 +56,7 @@ def parameters(found: ApiTable, function: str, versions: Versions) -> set[str] |
 def base_of(marked: str) -> tuple[ApiTable, str] | None:
     """The table and constructor of `@module:Class`."""
     module, _, name = marked[1:].partition(":")
-    package = PACKAGES.get(module.partition(".")[0])
+    package = PACKAGE_OF_ROOT.get(module.partition(".")[0])
     found = table(package) if package else None
     return (found, f"{name.rpartition('.')[2]}.__init__") if found else None
 

@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from reshard.base.languages import Text
 from reshard.checks.phrases import words
-from reshard.diagnosis.history.api_table import PACKAGES, ROOTS, ApiTable, table, tables
+from reshard.diagnosis.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS, ApiTable, table, tables
 from reshard.diagnosis.history.bloom_filters import packages_with
 from reshard.diagnosis.history.call_parameters import base_of
 from reshard.diagnosis.history.missing_names import Missing, MissingKind, checkout_of, is_shadowed
@@ -20,7 +20,7 @@ from reshard.diagnosis.upstream_search import package_of
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownName:
     """The releases that have what is missing. `shown` is how people write it, `instead` what to write in its place."""
 
     missing: Missing
@@ -37,7 +37,7 @@ class Known:
         return found or self.presence.bounds(version)
 
 
-def known_of(missing: Missing, failure: Traceback, log: Log) -> Known | None:
+def known_of(missing: Missing, failure: Traceback, log: Log) -> KnownName | None:
     """What the tables know of a missing name; None if no table can have it. The presence may be empty."""
     match missing.kind:
         case MissingKind.IMPORT | MissingKind.NAME:
@@ -54,7 +54,7 @@ def known_of(missing: Missing, failure: Traceback, log: Log) -> Known | None:
 
 def table_of(module: str) -> ApiTable | None:
     """The table of the package to which a module belongs."""
-    package = PACKAGES.get(module.partition(".")[0])
+    package = PACKAGE_OF_ROOT.get(module.partition(".")[0])
     return table(package) if package else None
 
 
@@ -66,7 +66,7 @@ _REPLACED = {
 """Names that others replace, which the tables cannot know."""
 
 
-def _of_name(missing: Missing) -> Known | None:
+def _of_name(missing: Missing) -> KnownName | None:
     own = table_of(missing.owner)
     if missing.root == "numpy" and missing.name.startswith("_"):
         return None  # only numpy itself imports it: part of it was replaced while it was in memory
@@ -76,53 +76,53 @@ def _of_name(missing: Missing) -> Known | None:
     moved = own.moved(missing.owner, missing.name)
     instead = f"from {moved} import {missing.name}" if moved else None
     presence = own.name(missing.owner, missing.name)
-    return Known(missing, own, presence, missing.whole, _REPLACED.get(missing.whole) or instead)
+    return KnownName(missing, own, presence, missing.whole, _REPLACED.get(missing.whole) or instead)
 
 
-def _of_module(missing: Missing) -> Known | None:
+def _of_module(missing: Missing) -> KnownName | None:
     own = table_of(missing.owner)
     if own is None:
         return None
     moved = own.module_moved(missing.owner)
     presence = own.module(missing.owner)
-    return Known(missing, own, presence, missing.owner, f"import {moved}" if moved else None)
+    return KnownName(missing, own, presence, missing.owner, f"import {moved}" if moved else None)
 
 
-def _of_key(missing: Missing) -> Known | None:
+def _of_key(missing: Missing) -> KnownName | None:
     own = table_of(missing.owner)
     shown = f"model_type {missing.name}" if missing.kind is MissingKind.MODEL_TYPE else missing.name
-    return Known(missing, own, own.key(missing.name), shown) if own else None
+    return KnownName(missing, own, own.key(missing.name), shown) if own else None
 
 
 # ------------------------------------------------------------------------------------------ in any package
 
 
-def _of_attribute(missing: Missing, failure: Traceback, log: Log) -> Known | None:
+def _of_attribute(missing: Missing, failure: Traceback, log: Log) -> KnownName | None:
     kind, name = missing.owner, missing.name
 
-    def ask(own: ApiTable) -> Known:
-        return Known(missing, own, own.attribute(kind, name), missing.whole)
+    def ask(own: ApiTable) -> KnownName:
+        return KnownName(missing, own, own.attribute(kind, name), missing.whole)
 
     found = _wherever(ask, (kind, f".{name}"), failure, log)
     return found or (None if kind == "NoneType" else _inherited(missing))
 
 
-def _inherited(missing: Missing) -> Known | None:
+def _inherited(missing: Missing) -> KnownName | None:
     """An attribute that a class inherits from a base in any package, or finds in the object that it wraps."""
     kind, name = missing.owner, missing.name
-    bases = {base for own in tables(packages_with(ROOTS, kind)) for base in own.ancestors(kind)}
+    bases = {base for own in tables(packages_with(PACKAGE_ROOTS, kind)) for base in own.ancestors(kind)}
     bases |= {*re.findall(r"(?<=\w)[A-Z][a-z]+$", kind)}  # MyOwnTrainer is a Trainer
     bases |= {"LoraModel"} if kind.startswith("PeftModel") else set()
     found = {}
     for base in sorted(bases):
-        for own in tables(packages_with(ROOTS, base, f".{name}")):
+        for own in tables(packages_with(PACKAGE_ROOTS, base, f".{name}")):
             presence = own.attribute(base, name)
             if presence.there and not own.has_class(kind):
-                found[own.package] = Known(missing, own, presence, f"{base}.{name}")
+                found[own.package] = KnownName(missing, own, presence, f"{base}.{name}")
     return next(iter(found.values())) if len(found) == 1 else None
 
 
-def _of_call(missing: Missing, failure: Traceback, log: Log) -> Known | None:
+def _of_call(missing: Missing, failure: Traceback, log: Log) -> KnownName | None:
     """A parameter of a function of a package other than the one that calls it.
 
     One release knows its own functions, so what it calls with an unknown keyword is somebody's override. Keywords that
@@ -131,11 +131,11 @@ def _of_call(missing: Missing, failure: Traceback, log: Log) -> Known | None:
     function = missing.owner
     shown = function.removesuffix(".__init__")
 
-    def ask(own: ApiTable) -> Known:
+    def ask(own: ApiTable) -> KnownName:
         if missing.kind is MissingKind.KEYWORD:
             return _taken(missing, own)
         more = words("more-arguments", function=shown, count=missing.count)
-        return Known(missing, own, own.arity(function, missing.count), more)
+        return KnownName(missing, own, own.arity(function, missing.count), more)
 
     found = _wherever(ask, (shown,), failure, log, shown if missing.kind is MissingKind.KEYWORD else "")
     caller = package_of(failure.frames[-1]) if failure.frames else None
@@ -148,7 +148,7 @@ _PASSES_ON = re.compile(r"\*\*|\b\w+(?:Args|Arguments|Config)\($")
 """A call with keywords from elsewhere, or the first line of one that makes a config."""
 
 
-def _taken(missing: Missing, own: ApiTable) -> Known:
+def _taken(missing: Missing, own: ApiTable) -> KnownName:
     """A parameter of a function, or of its class's bases in other packages."""
     function, name = missing.owner, missing.name
     holder, target = own, function
@@ -159,7 +159,7 @@ def _taken(missing: Missing, own: ApiTable) -> Known:
     kind = function.removesuffix(".__init__")
     instead = _in_config(own, kind, new or name) or (f"{new}=…" if new else None)
     presence, wider = holder.own_parameter(target, name), holder.parameter(target, name)
-    return Known(missing, holder, presence, f"{kind}({name}=…)", instead, wider)
+    return KnownName(missing, holder, presence, f"{kind}({name}=…)", instead, wider)
 
 
 def _in_config(own: ApiTable, kind: str, name: str) -> str | None:
@@ -170,15 +170,15 @@ def _in_config(own: ApiTable, kind: str, name: str) -> str | None:
 
 
 def _wherever(
-    ask: Callable[[ApiTable], Known], names: tuple[str, ...], failure: Traceback, log: Log, kind: str = ""
-) -> Known | None:
+    ask: Callable[[ApiTable], KnownName], names: tuple[str, ...], failure: Traceback, log: Log, kind: str = ""
+) -> KnownName | None:
     """What only one package has: among those that the failure mentions, or among all if none of these has it.
 
     Only packages are asked that may have all of `names`. If several have it, the one counts from whose root the class
     `kind` is imported.
     """
     mentioned = _mentioned(failure, log)
-    others = [package for package in ROOTS if package not in {*mentioned, *_PROGRAMS}]
+    others = [package for package in PACKAGE_ROOTS if package not in {*mentioned, *_PROGRAMS}]
     for packages in (mentioned, others):
         found = [each for each in map(ask, tables(packages_with(packages, *names))) if each.presence.there]
         known = list({each.table.package: each for each in found}.values())  # by the package of a base
@@ -197,4 +197,6 @@ def _mentioned(failure: Traceback, log: Log) -> list[str]:
     """Packages whose files or names appear in the failure's own lines."""
     shown = [line.text for line in log.lines if failure.first <= line.number <= failure.end]
     text = "\n".join([*failure.frames, failure.said, *shown])
-    return [package for package, name in ROOTS.items() if re.search(rf"(?<![\w-]){name}(?![\w-])", text)]
+    return [
+        package for package, name in PACKAGE_ROOTS.items() if re.search(rf"(?<![\w-]){name}(?![\w-])", text)
+    ]

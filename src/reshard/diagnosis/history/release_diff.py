@@ -22,7 +22,7 @@ from packaging.version import InvalidVersion, Version
 
 from reshard.base.errors import ReshardError
 from reshard.base.suggest import closest, did_you_mean
-from reshard.diagnosis.history.api_table import ROOTS, ApiTable, table
+from reshard.diagnosis.history.api_table import PACKAGE_ROOTS, ApiTable, table
 from reshard.diagnosis.history.release_ranges import Presence, Span
 
 _PARAMETER = re.compile(r"(?P<function>[\w.]{1,200})\((?P<name>\w{1,80})(?:=[^)]{0,80})?\)")
@@ -106,8 +106,8 @@ def _table_of(package: str) -> ApiTable:
             "history-package-unknown",
             "the history of this package is not known",
             found=package,
-            expected=", ".join(ROOTS),
-            remedy=did_you_mean(package, ROOTS, "choose one of these packages"),
+            expected=", ".join(PACKAGE_ROOTS),
+            remedy=did_you_mean(package, PACKAGE_ROOTS, "choose one of these packages"),
         )
     return found
 
@@ -154,13 +154,9 @@ def _meanings(own: ApiTable, name: str) -> Iterator[_Named]:
     module, _, last = whole.rpartition(".")
     owner = module.rpartition(".")[2]
     function, method = _function(own, last), f"{owner}.{last}"
-    kind = (
-        "class"
-        if own.has_class(last) or function.endswith(".__init__")
-        else "function"
-        if function
-        else "name"
-    )
+    kind = "function" if function else "name"
+    if own.has_class(last) or function.endswith(".__init__"):
+        kind = "class"
     yield _Named("module", own.module(whole))
     yield _Named(kind, own.name(module, last), function, own.moved(module, last), module)
     if module in own.modules:

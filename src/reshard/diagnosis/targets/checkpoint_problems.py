@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,9 +104,14 @@ def _is_meant(path: Path, error: ReshardError) -> bool:
     if any(problem.code != NOTHING_FOUND for problem in error.problems):
         return True
     folders = [each for each in (path, *path.glob("*")) if each.is_dir()]
-    files = [path, *(file for folder in folders for name in TORCH_FILES for file in folder.glob(name))]
-    marked = any(True for folder in folders for name in CHECKPOINT_MARKS for _ in folder.glob(name))
-    return marked or any(file.is_file() and _begins_as_weights(file) for file in files)
+    if any(_matching(folder, CHECKPOINT_MARKS) for folder in folders):
+        return True
+    files = chain([path], *(_matching(folder, TORCH_FILES) for folder in folders))
+    return any(file.is_file() and _begins_as_weights(file) for file in files)
+
+
+def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return [file for pattern in patterns for file in folder.glob(pattern)]
 
 
 def _begins_as_weights(path: Path) -> bool:

@@ -13,7 +13,7 @@ from reshard.checks.phrases import words
 from reshard.checks.rules import told
 from reshard.checks.script import Call, Script
 from reshard.diagnosis.causes.api_changes import read_from
-from reshard.diagnosis.history.api_table import PACKAGES, ApiTable, tables
+from reshard.diagnosis.history.api_table import PACKAGE_OF_ROOT, ApiTable, tables
 from reshard.diagnosis.history.bloom_filters import packages_with
 from reshard.diagnosis.history.call_parameters import RefusedParameter, parameters, refused
 from reshard.diagnosis.history.known_names import table_of
@@ -93,7 +93,7 @@ def _imports(tree: ast.Module) -> dict[str, str]:
         elif isinstance(node, ast.Import):
             roots = {(root := each.name.partition(".")[0]): root for each in node.names if not each.asname}
             found |= roots | {each.asname: each.name for each in node.names if each.asname}
-    return {name: target for name, target in found.items() if re.split("[.:]", target)[0] in PACKAGES}
+    return {name: target for name, target in found.items() if re.split("[.:]", target)[0] in PACKAGE_OF_ROOT}
 
 
 def _defined(tree: ast.Module) -> set[str]:

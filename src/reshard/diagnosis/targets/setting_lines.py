@@ -1,4 +1,4 @@
-"""Where the files given beside a log set what its remedy is about: the line of a config, a script or a command."""
+"""Lines of the scripts, configs and commands given beside a log that set what its remedy is about."""
 
 from __future__ import annotations
 

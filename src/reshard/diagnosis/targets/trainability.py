@@ -22,7 +22,7 @@ from reshard.folders.companions import CONFIG, TOKENIZER_CONFIG, Companions, fin
 from reshard.formats.checkpoint import Checkpoint
 from reshard.transfer.source_files import Sources
 
-Config = Mapping[str, Any]
+ModelConfig = Mapping[str, Any]
 ADAPTER_CONFIG = "adapter_config.json"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
@@ -35,7 +35,7 @@ def trainability(checkpoint: Checkpoint) -> Iterator[Finding]:
         files[ADAPTER_CONFIG] = checkpoint.path / ADAPTER_CONFIG
     yield from _vocabulary(checkpoint, companions)
     yield from remote_code(checkpoint.root)
-    for name, rule in CHECKS.items():
+    for name, rule in MODEL_CHECKS.items():
         if name in files:
             yield from rule(files[name], read_object(files[name], checkpoint.sources), checkpoint)
 
@@ -57,7 +57,7 @@ def _vocabulary(checkpoint: Checkpoint, companions: Companions) -> Iterator[Find
         )
 
 
-def _tokenizer(path: Path, config: Config, _: Checkpoint) -> Iterator[Finding]:
+def _tokenizer(path: Path, config: ModelConfig, _: Checkpoint) -> Iterator[Finding]:
     """A tokenizer that only transformers 5 can open, and one without a chat template."""
     if config.get("tokenizer_class") == "TokenizersBackend":
         place = place_of(path, "TokenizersBackend", '"tokenizer_class": "PreTrainedTokenizerFast"')
@@ -100,7 +100,7 @@ def _methods(path: Path) -> list[ast.FunctionDef]:
 FLOAT_DTYPES = {"float32", "float16", "bfloat16", "float64"}
 
 
-def _config(path: Path, config: Config, checkpoint: Checkpoint) -> Iterator[Finding]:
+def _config(path: Path, config: ModelConfig, checkpoint: Checkpoint) -> Iterator[Finding]:
     """A dtype that the weights do not have, which loading then uses, and a cache that is off."""
     key = "dtype" if "dtype" in config else "torch_dtype"
     named = str(config.get(key) or "").removeprefix("torch.")
@@ -116,7 +116,7 @@ def _config(path: Path, config: Config, checkpoint: Checkpoint) -> Iterator[Find
         yield told("checkpoint-use-cache", [place_of(path, '"use_cache"')])
 
 
-def _base_of_adapter(path: Path, config: Config, _: Checkpoint) -> Iterator[Finding]:
+def _base_of_adapter(path: Path, config: ModelConfig, _: Checkpoint) -> Iterator[Finding]:
     """A missing folder of an adapter's base, unless its name may be a Hub model: `owner/name`."""
     base = str(config.get("base_model_name_or_path") or "")
     is_hub = base.count("/") == 1 and not base.startswith((".", "/", "~"))
@@ -129,7 +129,7 @@ SAMPLING_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": Non
 """Options that only sampling uses, with the defaults of transformers."""
 
 
-def _generation(path: Path, config: Config, _: Checkpoint) -> Iterator[Finding]:
+def _generation(path: Path, config: ModelConfig, _: Checkpoint) -> Iterator[Finding]:
     """Sampling options without sampling: GenerationConfig.save_pretrained refuses them."""
     unused = [key for key, default in SAMPLING_DEFAULTS.items() if config.get(key) not in (None, default)]
     if config.get("do_sample") is True or not unused:
@@ -141,7 +141,7 @@ def _generation(path: Path, config: Config, _: Checkpoint) -> Iterator[Finding]:
     yield told("checkpoint-generation-config", [place], values)
 
 
-CHECKS: dict[str, Callable[[Path, Config, Checkpoint], Iterator[Finding]]] = {
+MODEL_CHECKS: dict[str, Callable[[Path, ModelConfig, Checkpoint], Iterator[Finding]]] = {
     TOKENIZER_CONFIG: _tokenizer,
     CONFIG: _config,
     ADAPTER_CONFIG: _base_of_adapter,

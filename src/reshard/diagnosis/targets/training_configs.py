@@ -46,7 +46,7 @@ def diagnose_config(path: str, installed: Mapping[str, str] | None = None) -> li
     """
     config = replace(read_config(path), installed=installed)
     program = _program(config.content)
-    rules = (_text, *CHECKS.get(program, ()))
+    rules = (_text, *CONFIG_CHECKS.get(program, ()))
     found = [each for rule in rules for each in rule(config)]
     return [*found, *_keys(config, program)] if program else found
 
@@ -182,7 +182,7 @@ def _groups(config: ConfigText) -> Iterator[Finding]:
         yield from (in_words(fact, [place]) for fact in grpo.cut_groups(numbers))
 
 
-CHECKS: dict[str, tuple[Callable[[ConfigText], Iterator[Finding]], ...]] = {
+CONFIG_CHECKS: dict[str, tuple[Callable[[ConfigText], Iterator[Finding]], ...]] = {
     "accelerate": (_accelerate, _fsdp),
     "deepspeed": (_gathering, _precisions, _batch),
     "llamafactory": (_flash_attention, _precisions),

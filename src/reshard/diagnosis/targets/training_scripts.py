@@ -25,7 +25,7 @@ def diagnose_script(path: str) -> list[Finding]:
 
 def diagnose_source(source: Script) -> list[Finding]:
     """The findings about a parsed script."""
-    return [finding for rule in CHECKS for finding in rule(source)]
+    return [finding for rule in SCRIPT_CHECKS for finding in rule(source)]
 
 
 _FIRST_RANK = re.compile(r"\bmodel_tp0_pp|\bmp_rank_00\b")
@@ -140,7 +140,7 @@ def _of_model(call: Call) -> bool:
 def groups_of_grpo(source: Script) -> Iterator[Finding]:
     """Batch sizes of GRPO that are no multiple of its groups."""
     for call in source.find("GRPOConfig"):
-        if numbers := grpo.numbers_of({key: _number(call, key) for key in grpo.OPTIONS}):
+        if numbers := grpo.numbers_of({key: _number(call, key) for key in grpo.GRPO_OPTIONS}):
             place = _spot(source, call, *grpo.better(numbers))
             yield from (in_words(fact, [place]) for fact in grpo.cut_groups(numbers))
 
@@ -161,7 +161,7 @@ def _spot(source: Script, call: Call, key: str, better: int | None) -> Location:
     return source.replaced(keyword.value, str(better)) if better else source.place(keyword.lineno)
 
 
-CHECKS: tuple[Callable[[Script], Iterator[Finding]], ...] = (
+SCRIPT_CHECKS: tuple[Callable[[Script], Iterator[Finding]], ...] = (
     *(device_map_findings, export_device_map, first_rank_only, history_findings),
     *(optimizer_before_sharding, rank_guard, groups_of_grpo),
 )

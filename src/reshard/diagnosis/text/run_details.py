@@ -7,14 +7,16 @@ from collections.abc import Iterator, Sequence
 
 from reshard.diagnosis.text.tracebacks import LogLine
 
-PACKAGES = (
+LOGGED_PACKAGES = (
     *("torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "safetensors", "tokenizers"),
     *("megatron-core", "transformer-engine", "flash-attn", "vllm", "verl", "ms-swift", "datasets", "numpy"),
     *("triton", "bitsandbytes", "xformers", "huggingface-hub", "llamafactory", "axolotl"),
 )
 _ALIASES = {"pytorch": "torch", "swift": "ms-swift"}
 _VERSION = re.compile(
-    r"(?<![\w.-])(?P<name>" + "|".join([*PACKAGES, *_ALIASES]).replace("-", "[-_]") + r")[\"'`]?(?: info)?"
+    r"(?<![\w.-])(?P<name>"
+    + "|".join([*LOGGED_PACKAGES, *_ALIASES]).replace("-", "[-_]")
+    + r")[\"'`]?(?: info)?"
     r"(?:[ _]?version)?[\"'`]?(?:\s*[:=]+\s*(?:version=)?|\s+|-)[\"']?v?"
     r"(?P<version>\d+\.\d+(?:\.\d+)?(?:\.?(?:dev|rc|post)\d+)?)",
     re.IGNORECASE,

@@ -183,7 +183,8 @@ def source_of(lines: list[LogLine]) -> str:
     """The code below the last frame, or the line of it that a notebook or rich marks; "" if there is none."""
     last = max((at for at, line in enumerate(lines) if frame_of(line.text)), default=None)
     below = [line.text for line in (lines[-10:] if last is None else lines[last + 1 : last + 30])]
-    if marked := next((text[mark.end() :] for text in below if (mark := _MARKED.match(text))), None):
+    mark = next(filter(None, map(_MARKED.match, below)), None)
+    if mark and (marked := mark.string[mark.end() :]):
         return marked.strip()
     if last is None:
         return next((code.strip() for code, marks in pairwise(below) if _CARETS.fullmatch(marks)), "")

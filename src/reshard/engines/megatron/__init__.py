@@ -1,4 +1,4 @@
-"""The real megatron-core as judge, on a plain CPU.
+"""Runs the real megatron-core, on a CPU too: it builds, loads and saves models, and judges conversions by its logits.
 
 `megatron_logits` loads a checkpoint strictly into megatron-core's own GPTModel and runs its forward pass, with one
 gloo process per rank (`session.run_ranks`), so any layout runs on one machine.

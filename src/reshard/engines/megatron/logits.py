@@ -20,7 +20,7 @@ from reshard.engines.megatron.gpt_model import LayerSpec, build_model
 from reshard.engines.megatron.session import run_ranks
 from reshard.engines.megatron.stored_arguments import one_expert_at_a_time
 
-TokenArray = npt.NDArray[np.integer[Any]]
+BatchTokens = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MegatronLogits:
 
 def megatron_logits(
     checkpoint: Path | str,
-    tokens: TokenArray,
+    tokens: BatchTokens,
     *,
     args: argparse.Namespace | Mapping[str, Any],
     layout: Layout | None = None,
@@ -99,7 +99,7 @@ def _problems(mismatch: Mismatch, folder: Path) -> list[Problem]:
 
 def _rank_logits(
     folder: Path,
-    tokens: TokenArray,
+    tokens: BatchTokens,
     args: argparse.Namespace | Mapping[str, Any],
     layout: Layout,
     spec: LayerSpec,

@@ -187,7 +187,7 @@ def _with_groups(command: TrainingCommand, findings: list[Finding]) -> list[Find
 
 def _batch(command: TrainingCommand) -> tuple[dict[str, Any], list[Location]]:
     """GRPO's batch sizes as the settings say, or else the only GRPOConfig of the script; and their places."""
-    set_to = {key: command.settings[key] for key in grpo.OPTIONS if key in command.settings}
+    set_to = {key: command.settings[key] for key in grpo.GRPO_OPTIONS if key in command.settings}
     if "num_generations" in set_to:
         given = {key: int(value) if str(value).isdecimal() else value for key, (value, _) in set_to.items()}
         return given, [place for _, place in set_to.values()]
@@ -195,7 +195,7 @@ def _batch(command: TrainingCommand) -> tuple[dict[str, Any], list[Location]]:
     calls = source.find("GRPOConfig") if source else []
     if len(calls) != 1 or set_to or not all(each.arg for each in calls[0].node.keywords):
         return {}, []
-    keywords = {key: value for key in grpo.OPTIONS if (value := calls[0].keyword(key)) is not None}
+    keywords = {key: value for key in grpo.GRPO_OPTIONS if (value := calls[0].keyword(key)) is not None}
     lines = {calls[0].line, *(each.value.lineno for each in keywords.values())}
     numbers = {key: getattr(each.value, "value", "unknown") for key, each in keywords.items()}
     return {"num_generations": None, **numbers}, [source.place(line) for line in sorted(lines)]

@@ -20,7 +20,7 @@ MODEL_OPTIONS = (
     "model.partial_pretrain",
 )
 """Settings that name the model."""
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 PARTIAL_TRAINING = re.compile(r"\blora|\bpeft|adapter|LoraConfig|tuner_type|freeze", re.IGNORECASE)
 """Shows that not all weights are trained and saved."""
 SHARDED_LOADING = re.compile(
@@ -80,7 +80,7 @@ def weights_of(command: TrainingCommand) -> int:
     """Bytes of the model's weights, if it is a local folder; else 0."""
     for name in models_of(command):
         folder = command.folder / name
-        sizes = [[path.stat().st_size for path in folder.glob(pattern)] for pattern in WEIGHT_FILES]
+        sizes = [[path.stat().st_size for path in folder.glob(pattern)] for pattern in WEIGHT_PATTERNS]
         if total := next((sum(each) for each in sizes if each), 0):
             return total
     return 0

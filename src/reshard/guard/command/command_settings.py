@@ -52,7 +52,7 @@ def typed(words: Sequence[str], target: str, line: int | None = None) -> Command
         while not given and at < len(words) and not _is_option(words[at]):
             values.append(words[at])
             at += 1
-        meant: Any = True if not values else values[0] if len(values) == 1 else values
+        meant: Any = values[0] if len(values) == 1 else values or True
         text = word if given else " ".join((word, *values))
         found[name.replace("-", "_")] = meant, Location(target, line, text)
     return found

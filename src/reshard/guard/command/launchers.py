@@ -9,11 +9,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from reshard.base.argument_checks import truth
+
 LauncherOptions = Mapping[str, str]
 """Options as they were typed, those without a value as "true"."""
 GpuCount = Callable[[], int]
 """How many GPUs are visible: asked only if the command leaves the number of processes to that."""
-YES_WORDS = ("1", "true", "yes", "y", "on")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ SINGLE_PROCESS_TYPES = ("", "no", "none", "multi_cpu")
 
 def _of_accelerate(options: LauncherOptions, gpus: GpuCount) -> int:
     """As `accelerate launch` decides in `_validate_launch_command` and `launch_command`."""
-    chosen = any(options.get(name, "").lower() in YES_WORDS for name in DISTRIBUTED_TYPES)
+    chosen = any(truth(options.get(name)) for name in DISTRIBUTED_TYPES)
     in_config = options.get("distributed_type", "").lower() not in SINGLE_PROCESS_TYPES
     if options.get("cpu") or not (chosen or in_config or gpus() > 1):
         return 1

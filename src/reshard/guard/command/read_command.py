@@ -11,7 +11,7 @@ from reshard.guard.command.command_settings import CommandSettings, merged, of_f
 from reshard.guard.command.interpreters import PYTHON, interpreter_of, is_of_shell, program, shebang
 from reshard.guard.command.launchers import LAUNCHERS, GpuCount, Launcher, options_of
 from reshard.guard.command.shells import the_launch
-from reshard.guard.command.tools import PYTHON_LAUNCHERS, TOOLS, Tool
+from reshard.guard.command.tools import LAUNCHER_TOOLS, PYTHON_LAUNCHERS, Tool
 from reshard.guard.command.wrapper_programs import Wrapper, before_python, in_python, unwrapped
 
 MAX_DEPTH = 10
@@ -90,9 +90,9 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VALUED = ("-W", "-X", "--check-hash-based-pycs")
 """Options of Python with a value in the next word."""
 SHELL_PROGRAMS = ("bash", "sh", "dash", "zsh")
-LAUNCHER_MODULES = {name for each in (*LAUNCHERS, *TOOLS) for name in each.modules}
+LAUNCHER_MODULES = {name for each in (*LAUNCHERS, *LAUNCHER_TOOLS) for name in each.modules}
 LAUNCHER_PROGRAMS: dict[str, Launcher | Tool] = {
-    name: each for each in (*LAUNCHERS, *TOOLS) for name in each.programs
+    name: each for each in (*LAUNCHERS, *LAUNCHER_TOOLS) for name in each.programs
 }
 
 
@@ -212,7 +212,7 @@ class _Reading:
         return self._of_script(words[at], words[at + 1 :]) if at < len(words) else None
 
     def _of_module(self, module: str, arguments: list[str]) -> list[str] | None:
-        for each in (*LAUNCHERS, *TOOLS):
+        for each in (*LAUNCHERS, *LAUNCHER_TOOLS):
             if module in each.modules:
                 self.launcher = "" if self.launcher == "python" else self.launcher
                 return [each.programs[0], *arguments]

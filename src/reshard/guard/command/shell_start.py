@@ -13,9 +13,17 @@ from reshard.base.foreign_text import shown
 from reshard.base.suggest import did_you_mean
 from reshard.guard.command.interpreters import is_of_shell, program
 from reshard.guard.command.read_command import LAUNCHER_PROGRAMS, SHELL_PROGRAMS
-from reshard.guard.command.wrapper_programs import WRAPPERS
+from reshard.guard.command.wrapper_programs import WRAPPER_PROGRAMS
 
-KNOWN_PROGRAMS = (*LAUNCHER_PROGRAMS, *SHELL_PROGRAMS, *WRAPPERS, "python", "python3", "srun", "mpirun")
+KNOWN_PROGRAMS = (
+    *LAUNCHER_PROGRAMS,
+    *SHELL_PROGRAMS,
+    *WRAPPER_PROGRAMS,
+    "python",
+    "python3",
+    "srun",
+    "mpirun",
+)
 """Programs with which training commands begin."""
 
 

@@ -54,7 +54,9 @@ class _Shell:
 
     def words(self, token: str) -> list[str]:
         """A word with its variables. One that is nothing but a variable may become several words."""
-        if (alone := _VARIABLE.fullmatch(token)) and (value := self._value(alone)) is not None:
+        alone = _VARIABLE.fullmatch(token)
+        value = self._value(alone) if alone else None
+        if value is not None:
             return value if len(value) != 1 else value[0].split()
         return [_VARIABLE.sub(self.joined, token).replace(QUOTED_TEXT, "")]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reshard.guard.command.launchers import LAUNCHERS, YES_WORDS, GpuCount
+from reshard.base.argument_checks import truth
+from reshard.guard.command.launchers import LAUNCHERS, GpuCount
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ def _swift(package: str) -> Callable[[Sequence[str], Mapping[str, str], GpuCount
 def _llamafactory(words: Sequence[str], environment: Mapping[str, str], gpus: GpuCount) -> list[str]:
     """As `llamafactory.launcher.launch` does. It finds a free port unless MASTER_PORT is set."""
     script = ["-m", "llamafactory.launcher", *words[1:]]
-    forced = any(environment.get(name, "").lower() in YES_WORDS for name in ("FORCE_TORCHRUN", "USE_MCA"))
-    alone = any(environment.get(name, "").lower() in YES_WORDS for name in ("USE_RAY", "USE_KT"))
+    forced = any(truth(environment.get(name)) for name in ("FORCE_TORCHRUN", "USE_MCA"))
+    alone = any(truth(environment.get(name)) for name in ("USE_RAY", "USE_KT"))
     if not forced and (alone or gpus() < 2):
         return ["python", *script]
     here = {"MASTER_PORT": "0", "NPROC_PER_NODE": str(gpus() or 1), **environment}
@@ -114,7 +115,7 @@ VERL_DEFAULTS = {
 """What verl's config/ppo_trainer.yaml says, if the command says nothing else."""
 VERL_SFT_DEFAULTS = {**VERL_DEFAULTS, "trainer.project_name": "gsm8k-sft", "trainer.experiment_name": "test"}
 """The same of its config/sft_trainer_engine.yaml."""
-TOOLS = (
+LAUNCHER_TOOLS = (
     Tool(
         "swift",
         ("swift",),
@@ -144,6 +145,6 @@ TOOLS = (
 PYTHON_LAUNCHERS = (
     ("verl", r"verl\.trainer\.\w*sft_trainer", VERL_SFT_DEFAULTS),
     ("verl", r"verl\.", VERL_DEFAULTS),
-    ("axolotl", r"axolotl\.", TOOLS[3].defaults),
+    ("axolotl", r"axolotl\.", LAUNCHER_TOOLS[3].defaults),
 )
 """Tools whose modules Python runs directly: their name, an expression for these modules, and their settings."""

@@ -91,12 +91,12 @@ _EACH = (
         ),
     ),
 )
-WRAPPERS = {each.program: each for each in _EACH}
+WRAPPER_PROGRAMS = {each.program: each for each in _EACH}
 
 
 def unwrapped(words: Sequence[str]) -> tuple[Wrapper, list[str], list[str]] | None:
     """The wrapper at the beginning of a command, its own words, and the command in it."""
-    wrapper = WRAPPERS.get(Path(words[0]).name) if words else None
+    wrapper = WRAPPER_PROGRAMS.get(Path(words[0]).name) if words else None
     if wrapper is None:
         return None
     at = _after_options(wrapper, words, 1)

@@ -1,4 +1,4 @@
-"""What a checkpoint was saved with, so that no run continues from one that has lost some of it.
+"""Notes the files of a checkpoint when it is saved, so that no run continues from one that has lost some.
 
 Frameworks skip files that are missing: without the optimizer's, training would continue with other losses.
 """

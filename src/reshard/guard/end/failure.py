@@ -40,7 +40,7 @@ DISK_FULL_BYTES = 1 << 20
 """Free bytes below which no checkpoint fits on a disk."""
 SOME_RANK = "a rank"
 """A rank of which the log does not tell the number."""
-LABELS = {"en": ("error: ", "why", "cure"), "zh": ("错误：", "原因", "解法")}
+FAILURE_LABELS = {"en": ("error: ", "why", "cure"), "zh": ("错误：", "原因", "解法")}
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def print_what(failure: Failure, console: Console) -> None:
 
 def print_why(failure: Failure, console: Console, language: str = "en") -> None:
     """Print the cause and its cure."""
-    error, why, cure = LABELS[language]
+    error, why, cure = FAILURE_LABELS[language]
     for finding in failure.findings:
         title = escape(finding.message.of(language))
         console.print(f"[bold red]{error}[/][bold]{title}[/] {aside(finding).of(language)}")

@@ -64,8 +64,9 @@ def named(
     for place, draft in drafts.items() if whole else ():
         if kept := publish(draft, place):
             checks.append(CheckResult("your files", f"kept in {place.name}: {listed(kept)}"))
-    places = (final, merged) if whole else (drafts[final], drafts[merged] if merged else None)
-    return FinishedRun(*places, tuple(checks))
+    if not whole:
+        final, merged = drafts[final], drafts[merged] if merged else None
+    return FinishedRun(final, merged, tuple(checks))
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class RankStates:
+class StandingRanks:
     """What the ranks do: some wait for others, some are idle elsewhere, some are gone, and the rest is busy."""
 
     stacks: dict[int, Stack]
@@ -123,7 +123,7 @@ class StallWatcher(Watcher):
     """The process of each rank that was seen."""
     _stopped: dict[int, float] = field(default_factory=dict)
     """Since when a rank is stopped."""
-    _look: RankStates | None = None
+    _look: StandingRanks | None = None
     _looked: float = 0.0
     _reported: float | None = None
     """The last sign of life before the report."""
@@ -171,7 +171,7 @@ class StallWatcher(Watcher):
         limits = self.limits
         return max(limits.stall, _LONGER * self.progress.longest) if self.progress.started else limits.startup
 
-    def _see(self, now: float, silent: float, ranks: Processes, processes: Processes) -> RankStates:
+    def _see(self, now: float, silent: float, ranks: Processes, processes: Processes) -> StandingRanks:
         """Read the stacks; if all ranks are busy, only at the end: reading takes a little time from them."""
         idle = {
             rank
@@ -188,10 +188,10 @@ class StallWatcher(Watcher):
             rank for rank, pid in self._pids.items() if pid not in processes or processes[pid].state == "Z"
         }
         asking = {rank for rank, stack in stacks.items() if stack.asks_service}
-        return RankStates(stacks, waiting - gone, idle - waiting - asking - gone, gone, asking)
+        return StandingRanks(stacks, waiting - gone, idle - waiting - asking - gone, gone, asking)
 
     def _stands_still(
-        self, now: float, silent: float, before: RankStates | None, processes: Processes
+        self, now: float, silent: float, before: StandingRanks | None, processes: Processes
     ) -> bool:
         look = self._look
         assert look is not None
@@ -208,14 +208,14 @@ class StallWatcher(Watcher):
         """Whether the silence is too long whatever the processes do: without a line of output, or bytes of files."""
         return min(silent, now - max(self._activity.moved, self.progress.spoke)) >= self._last_limit
 
-    def _is_alone(self, look: RankStates, processes: Processes) -> bool:
+    def _is_alone(self, look: StandingRanks, processes: Processes) -> bool:
         """Whether the cause is among these processes, and not on another machine that prepares data for all."""
         worlds = [each.world for each in processes.values() if each.rank is not None]
         if max(worlds, default=0) > len(worlds):
             return self.progress.started and bool(look.idle)
         return self.progress.started or bool(worlds)
 
-    def _report(self, silent: float, look: RankStates, ranks: Processes, processes: Processes) -> Notice:
+    def _report(self, silent: float, look: StandingRanks, ranks: Processes, processes: Processes) -> Notice:
         found = f"no progress for {silent:.0f} s, since {self.progress.at}"
         if look.blamed:
             found += f"; {_ranks(look.waiting)} {_s('wait', look.waiting)} for {_ranks(look.blamed)}"
@@ -237,7 +237,7 @@ class StallWatcher(Watcher):
             stop=self.stop,
         )
 
-    def _loaders(self, look: RankStates, ranks: Processes, processes: Processes) -> Iterator[str]:
+    def _loaders(self, look: StandingRanks, ranks: Processes, processes: Processes) -> Iterator[str]:
         """What a worker does for each rank that waits for its data loader."""
         for rank in sorted(look.idle):
             workers = [each for each in below(ranks[rank].pid, processes) if each.pid != ranks[rank].pid]
@@ -260,7 +260,7 @@ class StallWatcher(Watcher):
         )
 
 
-def _described(look: RankStates, ranks: Processes) -> Iterator[str]:
+def _described(look: StandingRanks, ranks: Processes) -> Iterator[str]:
     """A line for each group of ranks that do the same."""
     groups: dict[str, list[int]] = {}
     for rank in sorted({*look.stacks, *look.gone}):
@@ -270,7 +270,7 @@ def _described(look: RankStates, ranks: Processes) -> Iterator[str]:
         yield f"{_ranks(group)}: {text}" + (f", process {pids}" if pids else "")
 
 
-def _doing(look: RankStates, rank: int) -> str:
+def _doing(look: StandingRanks, rank: int) -> str:
     if rank in look.gone:
         return "ended"
     stack = look.stacks[rank]

@@ -1,4 +1,4 @@
-"""What the parts of a guard that watch a run are told, and what they say."""
+"""The interface of what watches a run: it is told lines and processes, and returns notices."""
 
 from __future__ import annotations
 

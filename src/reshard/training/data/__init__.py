@@ -21,7 +21,7 @@ from reshard.base.plain_json import json_of
 from reshard.training.data.mix import INDEX, DataMix
 from reshard.training.data.record_faults import TemplateLimits, faults
 from reshard.training.data.record_images import located
-from reshard.training.data.records import Row, kind_of, shapes_of, standard
+from reshard.training.data.records import DataRow, kind_of, shapes_of, standard
 
 DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 SPLIT_NAMES = {"test", "valid", "validation", "val", "eval", "dev"}
@@ -94,8 +94,8 @@ def read_records(
     chosen: str | None = None,
     system: str | None = None,
     shapes: Counter[str] | None = None,
-    view: Callable[[Row], Row] = lambda row: row,
-) -> Iterator[Row]:
+    view: Callable[[DataRow], DataRow] = lambda row: row,
+) -> Iterator[DataRow]:
     """The records of a file or folder, in TRL's standard shape.
 
     `chosen` is the shape for records that fit several, `system` the system message for chats without one; `shapes`
@@ -125,7 +125,7 @@ def read_records(
     faulty.end()
 
 
-def _viewed(row: Row, folder: Path, view: Callable[[Row], Row]) -> tuple[Row, list[Problem]]:
+def _viewed(row: DataRow, folder: Path, view: Callable[[DataRow], DataRow]) -> tuple[DataRow, list[Problem]]:
     """A record with its images located and viewed, and their problems."""
     if "images" in row:
         row = {**row, "images": [located(image, folder) for image in row["images"]]}
@@ -281,7 +281,7 @@ def load_dataset(mix: DataMix, method: str, **more: Any) -> Any:
     return whole if picks is None else whole.select(picks)
 
 
-def _column(key: str, rows: list[Row], path: Path) -> Any:
+def _column(key: str, rows: list[DataRow], path: Path) -> Any:
     import pyarrow as arrow
 
     try:

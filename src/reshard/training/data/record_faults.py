@@ -18,7 +18,7 @@ from reshard.training.data.records import (
     MESSAGE_ROLES,
     RECORD_SHAPES,
     SHAPES_OF_METHOD,
-    Row,
+    DataRow,
     shapes_of,
     standard,
     tools_of,
@@ -99,7 +99,7 @@ def faults(
     yield from _of_kinds(clean, columns)
 
 
-def _of_nulls(row: Row, method: str) -> Iterator[Problem]:
+def _of_nulls(row: DataRow, method: str) -> Iterator[Problem]:
     """Problems of columns that are null, if the row has all columns of a shape."""
     shape = next(
         (shape for shape in SHAPES_OF_METHOD[method] if row.keys() >= set(RECORD_SHAPES[shape])), None
@@ -117,7 +117,7 @@ def _columns(method: str) -> str:
     )
 
 
-def _other_columns(row: Row, method: str) -> Problem:
+def _other_columns(row: DataRow, method: str) -> Problem:
     keys = {key for key, value in row.items() if value is not None}
     shape = next((shape for shape, columns in RECORD_SHAPES.items() if keys.issuperset(columns)), None)
     name = f"{method.upper()} needs other columns"
@@ -130,13 +130,13 @@ def _other_columns(row: Row, method: str) -> Problem:
     )
 
 
-def _names(row: Row) -> str:
+def _names(row: DataRow) -> str:
     """The columns of a row, as far as they fit into two lines."""
     names = ", ".join(map(str, row))
     return names if len(names) <= 2 * MAX_CHARACTERS else names[: 2 * MAX_CHARACTERS] + " …"
 
 
-def _several_shapes(row: Row, shapes: Sequence[str]) -> Problem:
+def _several_shapes(row: DataRow, shapes: Sequence[str]) -> Problem:
     return Problem(
         "record-of-several-shapes",
         f"a record could be {' or '.join(shapes)}",
@@ -146,7 +146,7 @@ def _several_shapes(row: Row, shapes: Sequence[str]) -> Problem:
     )
 
 
-def _of_alpaca(row: Row) -> Iterator[Problem]:
+def _of_alpaca(row: DataRow) -> Iterator[Problem]:
     """Problems of Alpaca's columns that are not strings, and of a history that is not a list of pairs."""
     for column in ("instruction", "input", "output", "system"):
         value = row.get(column)
@@ -246,7 +246,7 @@ def _half_a_character(name: str) -> Problem:
     )
 
 
-def _of_besides(row: Row) -> Iterator[Problem]:
+def _of_besides(row: DataRow) -> Iterator[Problem]:
     """Problems of the columns that chat templates use in addition to the messages."""
     tools, options = row.get("tools"), row.get("chat_template_kwargs")
     given = tools
@@ -305,7 +305,7 @@ def _of_messages(messages: list[Any], column: str) -> Iterator[Problem]:
         yield from _of_content(message, name)
 
 
-def _of_content(message: Row, name: str) -> Iterator[Problem]:
+def _of_content(message: DataRow, name: str) -> Iterator[Problem]:
     content = record_images.text_of(message.get("content"))
     if isinstance(content, str):
         may_be_empty = message.get("tool_calls") or message["role"] in ("system", "tool")
@@ -321,7 +321,7 @@ def _of_content(message: Row, name: str) -> Iterator[Problem]:
         )
 
 
-def _of_turns(messages: list[Row], column: str, template: TemplateLimits) -> Iterator[Problem]:
+def _of_turns(messages: list[DataRow], column: str, template: TemplateLimits) -> Iterator[Problem]:
     roles = [message["role"] for message in messages]
     if column in ("messages", "completion", "chosen", "rejected") and "assistant" not in roles:
         yield Problem(
@@ -361,7 +361,7 @@ def _repeated(roles: Sequence[str]) -> str | None:
     return next((a for a, b in pairwise(spoken) if a == b), None)
 
 
-def _of_pair(row: Row, template: TemplateLimits) -> Iterator[Problem]:
+def _of_pair(row: DataRow, template: TemplateLimits) -> Iterator[Problem]:
     chosen, rejected = row["chosen"], row["rejected"]
     if chosen == rejected:
         yield Problem(
@@ -383,7 +383,7 @@ def _of_pair(row: Row, template: TemplateLimits) -> Iterator[Problem]:
         )
 
 
-def _of_kinds(row: Row, columns: Sequence[str]) -> Iterator[Problem]:
+def _of_kinds(row: DataRow, columns: Sequence[str]) -> Iterator[Problem]:
     """A problem if a record has both strings and messages."""
     there = [key for key in ("prompt", *columns) if isinstance(row.get(key), str | list)]
     kinds = {key: "messages" if isinstance(row[key], list) else "a string" for key in there}

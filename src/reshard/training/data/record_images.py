@@ -17,7 +17,7 @@ from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
 
-Row = dict[str, Any]
+DataRow = dict[str, Any]
 
 IMAGE_MARK = "<image>"
 """The place of an image in the text of records for LLaVA, LLaMA-Factory and ms-swift."""
@@ -39,10 +39,9 @@ def has_processor(folder: Path) -> bool:
     return any(name.endswith("processor_config.json") for name in find_companions(Sources(), folder).files)
 
 
-def with_images(clean: Row, row: Mapping[str, Any]) -> Row:
+def with_images(clean: DataRow, row: Mapping[str, Any]) -> DataRow:
     """A standard row with the images of `row`. Without images, contents that are lists of texts become strings."""
-    value = row.get("image") if row.get("images") is None else row["images"]
-    given = value if isinstance(value, list) else [] if value is None else [value]
+    given = _given_images(row)
     chats = {key: turns for key, turns in clean.items() if _is_chat(turns)}
     marked = not _images(chain(*chats.values()))
     read = text_of if marked and not given else partial(_in_parts, marked=marked)
@@ -62,15 +61,23 @@ def with_images(clean: Row, row: Mapping[str, Any]) -> Row:
     return {**clean, **chats, "images": [*images, *rest]}
 
 
+def _given_images(row: Mapping[str, Any]) -> list[Any]:
+    """The images in the columns of a row: in `images`, or the one in `image`."""
+    value = row.get("image") if row.get("images") is None else row["images"]
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
 def _is_chat(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, Mapping) and "role" in each for each in value)
 
 
-def _with(turn: Row, read: Callable[[Any], Any]) -> Row:
+def _with(turn: DataRow, read: Callable[[Any], Any]) -> DataRow:
     return {**turn, "content": read(turn["content"])} if "content" in turn else turn
 
 
-def _images(turns: Iterable[Row]) -> list[Row]:
+def _images(turns: Iterable[DataRow]) -> list[DataRow]:
     """The parts of messages that are images."""
     contents = (turn.get("content") for turn in turns)
     return [part for content in contents if isinstance(content, list) for part in content if _is_image(part)]
@@ -105,7 +112,7 @@ def _in_parts(content: Any, *, marked: bool) -> Any:
     ]
 
 
-def _pieces(text: str, marked: bool) -> list[Row]:
+def _pieces(text: str, marked: bool) -> list[DataRow]:
     """The parts of a text between and at its marks."""
     found = re.split(f"({IMAGE_MARK})", text) if marked else [text]
     kept = [piece for piece in found if piece] or [""]
@@ -122,7 +129,7 @@ def text_of(content: Any) -> Any:
     return "".join(IMAGE_MARK if _is_image(part) else part["text"] for part in content)
 
 
-def faults(clean: Row, method: str) -> Iterator[Problem]:
+def faults(clean: DataRow, method: str) -> Iterator[Problem]:
     """The problems of the images of a standard row, without opening them."""
     if "images" not in clean:
         return
@@ -166,7 +173,7 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str) and bool(value) and not re.match(r"(https?|data|s3|gs):", value)
 
 
-def _unseen(clean: Row, chats: Mapping[str, Any], places: list[str]) -> Iterator[Problem]:
+def _unseen(clean: DataRow, chats: Mapping[str, Any], places: list[str]) -> Iterator[Problem]:
     """Problems of what TRL's collator for images refuses, or leaves out without a word."""
     ignored: list[str] = [key for key in TEMPLATE_COLUMNS if key in clean]
     ignored += ["an image in the completion"] if "completion" in places else []
@@ -188,7 +195,7 @@ def unsupported(ignored: list[str]) -> Problem:
     )
 
 
-def located(image: Any, folder: Path) -> Row:
+def located(image: Any, folder: Path) -> DataRow:
     """An image as `datasets` stores it: its bytes, or its path, which may be relative to the folder of the data."""
     value = image if isinstance(image, Mapping) else {"path": image}
     stored, path = value.get("bytes"), value.get("path")
@@ -207,7 +214,7 @@ class ImageViewer:
     seen: int = 0
     beside: set[str] = field(default_factory=set)
 
-    def __call__(self, row: Row) -> Row:
+    def __call__(self, row: DataRow) -> DataRow:
         """A record with sizes. Raises ReshardError for images that are missing or damaged."""
         if "images" not in row:
             self.beside.update(row.keys() & set(TEMPLATE_COLUMNS))
@@ -221,7 +228,7 @@ class ImageViewer:
         return {**row, "images": sizes}
 
 
-def _size(image: Row) -> Any:
+def _size(image: DataRow) -> Any:
     """The size of an image, which is read to see that it is complete; or its problem.
 
     PNG has a checksum for each chunk, so that only other formats need to be decoded, which takes 30 times as long.

@@ -17,7 +17,7 @@ from reshard.training.data import pretokenized
 from reshard.training.data.record_images import TEMPLATE_COLUMNS, with_images
 from reshard.training.methods import CHAT_SHAPES, generates
 
-Row = dict[str, Any]
+DataRow = dict[str, Any]
 
 MESSAGE_ROLES = ("system", "developer", "user", "assistant", "tool")
 SHARE_GPT_ROLES = {
@@ -41,7 +41,7 @@ RECORD_SHAPES = {
     "tokens": (pretokenized.IDS,),
 }
 """The columns that identify each shape, the more specific shape first."""
-SHAPES_OF_METHOD = {name: method.shapes for name, method in methods.METHODS.items()}
+SHAPES_OF_METHOD = {name: method.shapes for name, method in methods.TRAINING_METHODS.items()}
 """The shapes that each method supports."""
 
 
@@ -61,7 +61,7 @@ def shapes_of(row: Mapping[str, Any], method: str, chosen: str | None = None) ->
     return [shape for shape in found if len(found) == 1 or chosen in (None, word_of(shape))]
 
 
-def kind_of(row: Row) -> str:
+def kind_of(row: DataRow) -> str:
     """The kind of a standard row: `chat as messages`, `plain text as strings`, `tokens`."""
     shape = next(shape for shape, columns in RECORD_SHAPES.items() if row.keys() >= set(columns))
     if shape == "tokens":
@@ -69,7 +69,7 @@ def kind_of(row: Row) -> str:
     return f"{shape} as {'messages' if isinstance(row[RECORD_SHAPES[shape][0]], list) else 'strings'}"
 
 
-def standard(row: Row, shape: str, system: str | None = None) -> Row:
+def standard(row: DataRow, shape: str, system: str | None = None) -> DataRow:
     """A row of a known shape in TRL's standard shape, without unused columns, except for the reward of GRPO and RLOO.
 
     `system` is the system message for chats without one.
@@ -85,7 +85,7 @@ def standard(row: Row, shape: str, system: str | None = None) -> Row:
     return with_images(_of_texts(row, shape, system), row)
 
 
-def _of_texts(row: Row, shape: str, system: str | None) -> Row:
+def _of_texts(row: DataRow, shape: str, system: str | None) -> DataRow:
     beside = {key: row[key] for key in TEMPLATE_COLUMNS if row.get(key) is not None}
     if shape in CHAT_SHAPES:
         return {"messages": _with_system(_chat(row, shape), row.get("system") or system), **beside}
@@ -99,7 +99,7 @@ def _of_texts(row: Row, shape: str, system: str | None) -> Row:
     } | beside
 
 
-def _chat(row: Row, shape: str) -> Any:
+def _chat(row: DataRow, shape: str) -> Any:
     if shape == "chat":
         return _as_messages(row["messages"])
     if shape == "ShareGPT":
@@ -109,16 +109,16 @@ def _chat(row: Row, shape: str) -> Any:
     return [_message(*each) for turn in turns for each in zip(roles, turn, strict=False)]
 
 
-def _asked(row: Row) -> str:
+def _asked(row: DataRow) -> str:
     """Alpaca's instruction, followed by its input."""
     return "\n".join(part for part in (row["instruction"], row.get("input")) if part)
 
 
-def _message(role: str, content: Any) -> Row:
+def _message(role: str, content: Any) -> DataRow:
     return {"role": role, "content": content}
 
 
-def _pair(row: Row) -> Row:
+def _pair(row: DataRow) -> DataRow:
     """The columns of a preference pair. With ShareGPT's or Alpaca's prompt, answers are messages, or strings."""
     answers = {key: row[key] for key in ("chosen", "rejected")}
     if row.get("prompt") is not None:
@@ -132,7 +132,7 @@ def _pair(row: Row) -> Row:
     return {key: _answer(value) for key, value in answers.items()} | {"prompt": prompt}
 
 
-def _repeats_prompt(pair: Row) -> bool:
+def _repeats_prompt(pair: DataRow) -> bool:
     """Whether both answers contain the prompt as their first turns, as in UltraFeedback."""
     prompt, chosen, rejected = pair.get("prompt"), pair["chosen"], pair["rejected"]
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
@@ -149,7 +149,7 @@ def _answer(value: Any) -> Any:
     return [value] if isinstance(value, Mapping) else value
 
 
-def seen(row: Row, method: str) -> Row:
+def seen(row: DataRow, method: str) -> DataRow:
     """The columns of a standard row that are tokenized: of prompts, not the columns for a reward."""
     return {key: row[key] for key in row if key == "prompt"} if generates(method) else row
 
@@ -183,7 +183,7 @@ def _as_message(value: Any) -> Any:
     }
 
 
-def _calls(text: Any) -> list[Row]:
+def _calls(text: Any) -> list[DataRow]:
     """LLaMA-Factory's `function_call`, a string of JSON, as tool calls; empty if it is invalid."""
     try:
         given = json_of(text.encode())

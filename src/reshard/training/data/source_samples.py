@@ -11,7 +11,7 @@ from reshard.base.errors import Problem, ReshardError, when
 from reshard.training.data import read_records
 from reshard.training.data.mix import DataMix, DataSource, are_indexed
 from reshard.training.data.record_faults import TemplateLimits
-from reshard.training.data.records import Row, kind_of, seen
+from reshard.training.data.records import DataRow, kind_of, seen
 from reshard.training.data.tokens import RecordLengths, Sample, draw, lengths
 
 
@@ -23,10 +23,10 @@ class DrawnSource:
     records: int = 0
     shapes: Counter[str] = field(default_factory=Counter)
     seen: int = 0
-    rows: list[Row] = field(default_factory=list)
+    rows: list[DataRow] = field(default_factory=list)
 
     @property
-    def first(self) -> Row:
+    def first(self) -> DataRow:
         """The first record; an empty one if the source is empty."""
         return self.rows[0] if self.rows else {}
 
@@ -60,14 +60,14 @@ def drawn_of(
     return sources, problems
 
 
-def _right(rows: Iterator[Row], problems: list[Problem]) -> Iterator[Row]:
+def _right(rows: Iterator[DataRow], problems: list[Problem]) -> Iterator[DataRow]:
     try:
         yield from rows
     except ReshardError as error:
         problems += error.problems
 
 
-def first_of(sources: list[DrawnSource]) -> Row:
+def first_of(sources: list[DrawnSource]) -> DataRow:
     """A record of the first source that is not empty."""
     return next(source.first for source in sources if source.rows)
 
@@ -102,7 +102,7 @@ def lengths_of(
     sources: list[DrawnSource],
     method: str,
     length: int | None,
-    sample: Callable[[Row], list[Sample]],
+    sample: Callable[[DataRow], list[Sample]],
     most: int,
 ) -> RecordLengths:
     """The lengths of an epoch's records, of which up to `most` of each source are tokenized. Raises ReshardError."""

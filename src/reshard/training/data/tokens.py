@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from reshard.base.errors import ReshardError
 from reshard.training.data import pretokenized
 from reshard.training.data.record_faults import TemplateLimits, show
-from reshard.training.data.records import Row, tools_of
+from reshard.training.data.records import DataRow, tools_of
 
 MEASURED_RECORDS = 2000
 """Maximum number of records that are tokenized to estimate lengths, drawn evenly from all."""
@@ -81,7 +81,7 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
 
 
-def samples(row: Row, tokenizer: Any, learning: LossCoverage = LEARN_EVERYTHING) -> list[Sample]:
+def samples(row: DataRow, tokenizer: Any, learning: LossCoverage = LEARN_EVERYTHING) -> list[Sample]:
     """The sequences of a record in standard shape: one, or two for a preference pair. Raises ReshardError."""
     found = _samples(row, tokenizer, learning)
     if not all(each.ids for each in found):
@@ -97,7 +97,7 @@ def samples(row: Row, tokenizer: Any, learning: LossCoverage = LEARN_EVERYTHING)
     return found
 
 
-def _samples(row: Row, tokenizer: Any, learning: LossCoverage) -> list[Sample]:
+def _samples(row: DataRow, tokenizer: Any, learning: LossCoverage) -> list[Sample]:
     if pretokenized.IDS in row:
         learned = pretokenized.learned(row, completion_only=learning.completion_only)
         return [Sample(row[pretokenized.IDS], learned)]
@@ -115,7 +115,9 @@ def _samples(row: Row, tokenizer: Any, learning: LossCoverage) -> list[Sample]:
     return [_answered(prompt, answer, tokenizer, extra, learning) for answer in answers]
 
 
-def _chat(messages: list[Row], tokenizer: Any, extra: Mapping[str, Any], learning: LossCoverage) -> Sample:
+def _chat(
+    messages: list[DataRow], tokenizer: Any, extra: Mapping[str, Any], learning: LossCoverage
+) -> Sample:
     if not learning.assistant_only:
         ids = _encode(messages, tokenizer, extra)
         return Sample(ids, [True] * len(ids))
@@ -162,7 +164,7 @@ def _ids(text: str, tokenizer: Any) -> list[int]:
 
 
 def _turns(
-    messages: list[Row], text: str, tokenizer: Any, extra: Mapping[str, Any]
+    messages: list[DataRow], text: str, tokenizer: Any, extra: Mapping[str, Any]
 ) -> Iterator[tuple[int, int]]:
     """Start and end of each assistant turn in the text of a chat."""
     for number, message in enumerate(messages):
@@ -183,7 +185,7 @@ def _turns(
 
 
 def _words(
-    messages: list[Row], number: int, text: str, tokenizer: Any, extra: Mapping[str, Any]
+    messages: list[DataRow], number: int, text: str, tokenizer: Any, extra: Mapping[str, Any]
 ) -> tuple[int, int]:
     """Start and end, in the text, of a turn's words and end token: the part that changes if the words change."""
     other = {key: value for key, value in messages[number].items() if key != "tool_calls"} | {
@@ -196,12 +198,10 @@ def _words(
     return start, end + max((len(token) for token in special if text.startswith(token, end)), default=0)
 
 
-def _common(a: Any, b: Any) -> int:
+def _common(one: Any, other: Any) -> int:
     """The length of the common beginning of two sequences."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
-        min(len(a), len(b)),
-    )
+    shorter = min(len(one), len(other))
+    return next((at for at in range(shorter) if one[at] != other[at]), shorter)
 
 
 def _answered(
@@ -237,7 +237,7 @@ def options_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"tools": tools_of(row) or None, **(row.get("chat_template_kwargs") or {})}
 
 
-def render(messages: list[Row], tokenizer: Any, extra: Mapping[str, Any]) -> str:
+def render(messages: list[DataRow], tokenizer: Any, extra: Mapping[str, Any]) -> str:
     """The text from the chat template. Raises ReshardError if it refuses, or if there is none."""
     _template(tokenizer)
     with asking_template(messages):
@@ -245,7 +245,7 @@ def render(messages: list[Row], tokenizer: Any, extra: Mapping[str, Any]) -> str
 
 
 @contextmanager
-def asking_template(messages: list[Row]) -> Iterator[None]:
+def asking_template(messages: list[DataRow]) -> Iterator[None]:
     """Raise ReshardError for any exception that a chat template raises in the block."""
     try:
         yield
@@ -274,7 +274,7 @@ def probe(tokenizer: Any) -> TemplateLimits:
     )
 
 
-def _rendered(messages: list[Row], tokenizer: Any) -> str | None:
+def _rendered(messages: list[DataRow], tokenizer: Any) -> str | None:
     try:
         return render(messages, tokenizer, {})
     except ReshardError:
@@ -284,17 +284,17 @@ def _rendered(messages: list[Row], tokenizer: Any) -> str | None:
 def _dropped(tokenizer: Any) -> tuple[str, ...]:
     """The roles whose words do not appear in a rendered chat."""
     words = {role: f"words of the {role}" for role in ("system", "user", "assistant")}
-    chat: list[Row] = [{"role": role, "content": text} for role, text in words.items()]
+    chat: list[DataRow] = [{"role": role, "content": text} for role, text in words.items()]
     for each in (chat, chat[1:], chat[1:2]):
         if (text := _rendered(each, tokenizer)) is not None:
             return tuple(message["role"] for message in each if message["content"] not in text)
     return ()
 
 
-def draw(rows: Iterable[Row], limit: int = MEASURED_RECORDS) -> tuple[int, list[Row]]:
+def draw(rows: Iterable[DataRow], limit: int = MEASURED_RECORDS) -> tuple[int, list[DataRow]]:
     """The number of rows, and up to `limit` of them, drawn uniformly with a fixed seed."""
     chance, count = random.Random(0), 0
-    kept: list[Row] = []
+    kept: list[DataRow] = []
     for row in rows:
         count += 1
         if len(kept) < limit:
@@ -305,7 +305,7 @@ def draw(rows: Iterable[Row], limit: int = MEASURED_RECORDS) -> tuple[int, list[
 
 
 def lengths(
-    records: int, drawn: list[Row], length: int | None, sample: Callable[[Row], list[Sample]]
+    records: int, drawn: list[DataRow], length: int | None, sample: Callable[[DataRow], list[Sample]]
 ) -> RecordLengths:
     """The lengths of `records`, estimated from those drawn. Raises ReshardError if `sample` does for one."""
     tokens = longest = cut = empty = 0

@@ -1,1 +1,1 @@
-"""Ranks: which launcher there is, started, followed, ended; why one failed."""
+"""Starts the ranks of a run, follows them until they end, and says why one failed."""

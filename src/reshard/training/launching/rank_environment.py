@@ -21,9 +21,9 @@ from reshard.training.run import Run
 
 EnvironmentVariables = Mapping[str, str]
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 STALE_VARIABLES = (
-    *(*RANK_VARIABLES, "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *(*TORCHRUN_RANK_VARIABLES, "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
 )
 """Variables that an earlier launch may have left in the environment, and that torch would use."""
@@ -83,9 +83,11 @@ def forget(environment: MutableMapping[str, str]) -> None:
 def _torchrun(given: EnvironmentVariables) -> LaunchedRank | None:
     """A single rank that torchrun did not start is ignored: a script has left the variables behind."""
     started = "TORCHELASTIC_RUN_ID" in given
-    if not all(given.get(name) for name in RANK_VARIABLES) or (given["WORLD_SIZE"] == "1" and not started):
+    if not all(given.get(name) for name in TORCHRUN_RANK_VARIABLES) or (
+        given["WORLD_SIZE"] == "1" and not started
+    ):
         return None
-    rank, world_size, local_rank = (int(given[name]) for name in RANK_VARIABLES[:3])
+    rank, world_size, local_rank = (int(given[name]) for name in TORCHRUN_RANK_VARIABLES[:3])
     address, port = given["MASTER_ADDR"], int(given["MASTER_PORT"])
     here = _number(given, "LOCAL_WORLD_SIZE")
     return LaunchedRank(

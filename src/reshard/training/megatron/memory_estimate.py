@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import product
 from math import prod
 
 from reshard.engines.megatron.weight_shards import Coordinates, ShardedWeights
@@ -175,17 +176,13 @@ def parallelisms(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], R
     """Other layouts of the same ranks: more tensor parallelism inside a node, then pipeline stages, experts first."""
     now = run.layout
     sizes = [2**power for power in range(8) if world_size % 2**power == 0]
+    tensor_sizes = [size for size in sizes if now.tp <= size <= 8]
+    pipeline_sizes = [size for size in sizes if size >= now.pp]
+    expert_sizes = [size for size in sizes if size >= now.ep] if _has_experts(run) else [now.ep]
     found = [
         replace(now, tp=tp, pp=pp, ep=ep)
-        for ep in (sizes if _has_experts(run) else [now.ep])
-        for pp in sizes
-        for tp in sizes
-        if (tp, pp, ep) != (now.tp, now.pp, now.ep)
-        and tp >= now.tp
-        and pp >= now.pp
-        and ep >= now.ep
-        and tp <= 8
-        and world_size % (tp * pp * now.cp) == 0
+        for ep, pp, tp in product(expert_sizes, pipeline_sizes, tensor_sizes)
+        if (tp, pp, ep) != (now.tp, now.pp, now.ep) and world_size % (tp * pp * now.cp) == 0
     ]
     for other in sorted(found, key=lambda each: (prod((each.tp, each.pp, each.ep)), each.pp)):
         changed = {name: getattr(other, name) for name in ("tp", "pp", "ep")}

@@ -191,16 +191,17 @@ def read(run: Run) -> MegatronOptions:
     more: dict[str, Any] = {}
     hints, theirs = get_type_hints(MegatronOptions), all_fields()
     for name, value in run.options.items():
-        hint = hints[name] if name in OWN_OPTIONS else theirs[name].hint if name in theirs else None
-        if hint is None:
+        is_own = name in OWN_OPTIONS
+        if not is_own and name not in theirs:
             problems.append(_unknown(name, value))
-        elif name not in OWN_OPTIONS and (wrong := refused(name, value)):
+        elif not is_own and (wrong := refused(name, value)):
             problems.append(wrong)
         else:
+            hint = hints[name] if is_own else theirs[name].hint
             try:
-                (given if name in OWN_OPTIONS else more)[name] = _chosen(name, typed(value, hint))
+                (given if is_own else more)[name] = _chosen(name, typed(value, hint))
             except ValueError:
-                choices = OWN_OPTIONS[name].metadata["choices"] if name in OWN_OPTIONS else ()
+                choices = OWN_OPTIONS[name].metadata["choices"] if is_own else ()
                 problems.append(mistyped(name, value, kind(hint), choices))
     problems += missing(more, local=given.get("transformer_impl") == "local")
     if not problems:

@@ -134,7 +134,7 @@ _SIZES = {"TP_SIZE": "tp", "CP_SIZE": "cp", "SP_SIZE": "sp", "DP_SHARD_SIZE": "d
 def _planned(run: Run, options: Mapping[str, Any]) -> dict[str, tuple[Sequence[str], str]]:
     """The values of accelerate's variables that fit the plan, and the plan in words."""
     kind, plan = run.parallel, f"--parallel {run.parallel}"
-    precision = "bf16" if options["bf16"] else "fp16" if options["fp16"] else "no"
+    precision = next((name for name in ("bf16", "fp16") if options[name]), "no")
     values: dict[str, tuple[Sequence[str], str]] = {
         name: ((), plan) for name, begins in _SWITCHES.items() if not kind.startswith(begins)
     }

@@ -36,7 +36,7 @@ LORA_OPTIONS = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
     *("lora_modules_to_save", "use_rslora", "use_dora"),
 )
-MODEL_OPTIONS = ("dtype", "attn_implementation", *quantized.QUANTIZATION_OPTIONS)
+MODEL_CONFIG_OPTIONS = ("dtype", "attn_implementation", *quantized.QUANTIZATION_OPTIONS)
 """Supported fields of TRL's ModelConfig."""
 
 
@@ -77,7 +77,7 @@ def fields_for(method: str) -> dict[str, Field]:
     model = fields_of(folders["trl"] / "trainer/model_config.py", "ModelConfig", names)
     return (
         {name: field for name, field in own.items() if name not in OPTION_ALIASES}
-        | {name: field for name, field in model.items() if name in (*LORA_OPTIONS, *MODEL_OPTIONS)}
+        | {name: field for name, field in model.items() if name in (*LORA_OPTIONS, *MODEL_CONFIG_OPTIONS)}
         | ADDED_OPTIONS
     )
 

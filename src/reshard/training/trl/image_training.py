@@ -11,7 +11,7 @@ from reshard.base.errors import ReshardError
 from reshard.training.data import read_records
 from reshard.training.data.mix import DataMix
 from reshard.training.data.record_images import has_processor
-from reshard.training.data.records import Row
+from reshard.training.data.records import DataRow
 from reshard.training.data.token_files import write_stream
 from reshard.training.data.tokens import LossCoverage, Sample, asking_template
 from reshard.training.run import Run
@@ -23,10 +23,8 @@ def is_seen(run: Run, *mixes: DataMix | None) -> bool:
     """Whether a record has images. Only models with a processor for them are asked, since all may have to be read."""
     if run.method != "sft" or not has_processor(run.model):
         return False
-    rows = (
-        row for mix in mixes if mix for path in mix.paths for row in read_records(path, "sft", **run.reading)
-    )
-    return any("images" in row for row in rows)
+    paths = [path for mix in mixes if mix for path in mix.paths]
+    return any("images" in row for path in paths for row in read_records(path, "sft", **run.reading))
 
 
 def store(run: Run, path: Path, file: Path) -> None:
@@ -38,7 +36,7 @@ def store(run: Run, path: Path, file: Path) -> None:
     write_stream(file, {"images": arrow.list_(image)}, rows, arrow.string())
 
 
-def _stored(row: Row) -> Row:
+def _stored(row: DataRow) -> DataRow:
     chats = {key: json.dumps(row[key]) for key in CHAT_COLUMNS if key in row}
     return {**chats, "images": row.get("images", [])}
 
@@ -93,7 +91,7 @@ def prepare(run: Run, arguments: Any, options: Mapping[str, Any], tokenizer: Any
     return processor_of(run, options, tokenizer)
 
 
-def samples_of(run: Run, options: Mapping[str, Any], tokenizer: Any) -> Callable[[Row], list[Sample]]:
+def samples_of(run: Run, options: Mapping[str, Any], tokenizer: Any) -> Callable[[DataRow], list[Sample]]:
     """A function that makes the tokens of a record whose images are sizes, by TRL's collator. Raises ReshardError."""
     wrong = [f"--{name}" for name in ("packing", "padding_free") if options.get(name)]
     wrong += ["--truncation_mode keep_end"] if options.get("truncation_mode") == "keep_end" else []
@@ -117,7 +115,7 @@ def learning_of(options: Mapping[str, Any], columns: Any) -> LossCoverage:
     )
 
 
-def _sample(row: Row, processor: Any, options: Mapping[str, Any]) -> list[Sample]:
+def _sample(row: DataRow, processor: Any, options: Mapping[str, Any]) -> list[Sample]:
     from PIL import Image
 
     chats = {key: row[key] for key in CHAT_COLUMNS if key in row}
@@ -159,7 +157,7 @@ def collator_of(processor: Any, learning: LossCoverage, limit: int | None) -> An
     )
 
 
-def _check_cut(processor: Any, learning: LossCoverage, limit: int, example: Row, length: int) -> None:
+def _check_cut(processor: Any, learning: LossCoverage, limit: int, example: DataRow, length: int) -> None:
     """Raise ReshardError if the maximum length would cut image tokens off: the model would refuse the batch."""
     try:
         collator_of(processor, learning, limit)([example])

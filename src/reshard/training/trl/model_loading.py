@@ -16,7 +16,7 @@ from reshard.base.errors import ReshardError
 from reshard.training import tokenizer_check as tokenizers
 from reshard.training.run import Run, config_of
 from reshard.training.trl.live_weights import adapter_parameters
-from reshard.training.trl.trainer_arguments import model_arguments
+from reshard.training.trl.trainer_arguments import half_dtype, model_arguments
 from reshard.training.trl.trl_methods import TRL_METHODS
 
 
@@ -93,8 +93,7 @@ def sharded(folder: str | Path, options: Mapping[str, Any], given: Mapping[str, 
     model = AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=bool(options["trust_remote_code"]), **given
     )
-    half = torch.bfloat16 if options["bf16"] else torch.float16 if options["fp16"] else None
-    policy = MixedPrecisionPolicy(param_dtype=half)
+    policy = MixedPrecisionPolicy(param_dtype=half_dtype(options))
     layers = set(model._no_split_modules or ())
     for module in [each for each in model.modules() if type(each).__name__ in layers]:
         fully_shard(module, mp_policy=policy)

@@ -46,5 +46,7 @@ def saved(options: Mapping[str, Any], base: int) -> float:
     found = bits(options)
     if found is None:
         return 0.0
-    scales = 0.0 if found == 8 else NESTED if options.get("use_bnb_nested_quant") else BLOCKS
+    if found == 8:
+        return base - 1.0
+    scales = NESTED if options.get("use_bnb_nested_quant") else BLOCKS
     return base - (found + scales) / 8

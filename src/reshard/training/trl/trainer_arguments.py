@@ -14,10 +14,10 @@ from reshard.training.methods import is_rewarded
 from reshard.training.run import Run
 from reshard.training.trl import quantized, rank_device
 from reshard.training.trl.batches import plan_instead
-from reshard.training.trl.config_fields import ADDED_OPTIONS, LORA_OPTIONS, MODEL_OPTIONS
+from reshard.training.trl.config_fields import ADDED_OPTIONS, LORA_OPTIONS, MODEL_CONFIG_OPTIONS
 from reshard.training.trl.trl_methods import TRL_METHODS
 
-NOT_OF_TRAINER = (*LORA_OPTIONS, *MODEL_OPTIONS, *ADDED_OPTIONS)
+NOT_OF_TRAINER = (*LORA_OPTIONS, *MODEL_CONFIG_OPTIONS, *ADDED_OPTIONS)
 """Options that are not fields of a trainer's config."""
 
 
@@ -99,11 +99,17 @@ def _policy(run: Run, options: Mapping[str, Any]) -> Any:
 
     accelerate 1.15 also rounds the model's outputs to 16 bits: log-probabilities, of which losses are sums.
     """
-    half = "bfloat16" if options["bf16"] else "float16" if options["fp16"] else None
-    if run.parallel != "fsdp2" or half is None:
+    dtype = half_dtype(options)
+    if run.parallel != "fsdp2" or dtype is None:
         return None
-    dtype = getattr(torch, half)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+
+
+def half_dtype(options: Mapping[str, Any]) -> torch.dtype | None:
+    """The 16-bit dtype in which a run computes; None if it computes in 32 bits."""
+    if options["bf16"]:
+        return torch.bfloat16
+    return torch.float16 if options["fp16"] else None
 
 
 def has_reference(run: Run, options: Mapping[str, Any]) -> bool:
