@@ -19,7 +19,7 @@ from reshard.engines.megatron import parallel
 from reshard.engines.megatron.arguments import one_expert_at_a_time, to_store
 from reshard.engines.megatron.checkpoint import SaveOptions, random_state, save_checkpoint
 from reshard.engines.megatron.model import Spec, build_model
-from reshard.engines.megatron.session import run_ranks
+from tests.genuine.warm import run_ranks
 
 RANKS = 2
 

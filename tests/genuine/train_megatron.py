@@ -16,8 +16,8 @@ from reshard.engines.megatron.arguments import complete, one_expert_at_a_time, t
 from reshard.engines.megatron.checkpoint import Mismatch, SaveOptions, load_run, load_weights, save_checkpoint
 from reshard.engines.megatron.logits import Tokens
 from reshard.engines.megatron.model import Spec, build_model
-from reshard.engines.megatron.session import run_ranks
 from tests.genuine.held_states import save_held_states
+from tests.genuine.warm import run_ranks
 
 
 @dataclass(frozen=True)
