@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 DOCS   := .venv-docs
 TORCH  := torch==2.13.0
 MCORE  := megatron-core==0.16.1
+# Two processes, each of which takes the next file: the longest come first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # One thread a process: the tests start several ranks on few cores.
 export OMP_NUM_THREADS ?= 1
@@ -13,16 +15,19 @@ export HF_HUB_OFFLINE := 1
 # Modules are compiled once, and not again by each of a thousand processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint bench fuzz faults docs clean
+.PHONY: demo test test-all part lint bench fuzz faults docs clean
 
 demo: $(VENV)/.ready  ## Hugging Face -> Megatron-Core, train, and back, with every step checked
 	$(BIN)/python -m demo
 
 test: $(VENV)/.ready lint  ## lint, types and the tests that need no second framework
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(VENV)/.ready lint  ## also other versions and other frameworks: tests/environments.py makes them
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+part: $(VENV)/.ready  ## the tests of one part of tests/jobs.py, without lint: make part PART=doctor
+	$(PYTEST) -m "not slow" --part $(PART)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

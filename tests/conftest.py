@@ -17,8 +17,12 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.jobs import PARTS, is_in
+
 if TYPE_CHECKING:
     from tests.genuine.megatron import Genuine
+
+pytest_plugins = ("tests.summary",)
 
 # Before any test imports torch: ranks are processes, and there are more of them than cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,6 +52,21 @@ FORKING = (
 """Files whose tests fork many ranks, which costs the more the larger the process has become."""
 LONG = ("tests/test_demo.py", "tests/train/", "tests/bad_input/", "tests/faults/")
 """Files whose tests take longest, so that no worker runs one alone at the end."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--part`."""
+    parser.addoption(
+        "--part", choices=[*PARTS, "smoke"], help="Run the tests of one part: see tests/jobs.py."
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of other parts."""
+    part = config.getoption("part")
+    if part is None or not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    return None if is_in(part, collection_path) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
