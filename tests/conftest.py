@@ -38,20 +38,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-FORKING = (
-    "tests/test_families.py",
-    "tests/test_megatron_",
-    "tests/test_optimizer",
-    "tests/test_recognition.py",
-    "tests/test_fsdp_ranks.py",
-    "tests/test_dcp_format.py",
-    "tests/genuine/",
-    "tests/internlm/",
-    "tests/train/test_megatron_",
+LONGEST = (
+    *("tests/test_megatron_reading.py", "tests/test_families.py", "tests/test_megatron_writing.py"),
+    *("tests/test_optimizer", "tests/guard/test_stall.py", "tests/train/test_signals.py"),
+    *("tests/test_megatron_", "tests/genuine/", "tests/internlm/", "tests/train/test_megatron_"),
+    *("tests/test_recognition.py", "tests/test_fsdp_ranks.py", "tests/test_dcp_format.py"),
+    *("tests/doctor/test_reproduce.py", "tests/doctor/test_long_logs.py", "tests/stores/test_uploading.py"),
+    *(
+        "tests/fuzz/",
+        "tests/faults/",
+        "tests/bad_input/",
+        "tests/train/",
+        "tests/guard/",
+        "tests/test_demo.py",
+    ),
 )
-"""Files whose tests fork many ranks, which costs the more the larger the process has become."""
-LONG = ("tests/test_demo.py", "tests/train/", "tests/bad_input/", "tests/faults/")
-"""Files whose tests take longest, so that no worker runs one alone at the end."""
+"""Files whose tests take longest, the longest first: so that no process runs one alone at the end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,8 +72,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the files that fork, then those that take longest."""
-    items.sort(key=lambda item: (not item.nodeid.startswith(FORKING), not item.nodeid.startswith(LONG)))
+    """Start with the files that take longest."""
+    items.sort(
+        key=lambda item: next((at for at, name in enumerate(LONGEST) if item.nodeid.startswith(name)), 99)
+    )
 
 
 @pytest.fixture(scope="session")
