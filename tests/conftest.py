@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import shutil
 import signal
@@ -23,6 +24,16 @@ if TYPE_CHECKING:
     from tests.genuine.megatron import Genuine
 
 pytest_plugins = ("tests.summary",)
+
+# Importing torch and transformers makes a million objects, which the collector would examine again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage in the tests, but not what was imported for them."""
+    gc.freeze()
+    gc.enable()
+
 
 # Before any test imports torch: ranks are processes, and there are more of them than cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -87,6 +87,9 @@ def converted(hf_model: Models, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return get
 
 
+SLOW = pytest.mark.slow
+EACH_ONCE = {"megatron": WIDE, "megatron-legacy": DEEP}
+"""Every format and every layout once; the other pairs are for `make test-all`."""
 # One family for each way in which megatron-core computes. `make test` has every family once; the other formats and
 # layouts of the others are for `make test-all`.
 MECHANISMS = ("llama", "qwen3_moe", "deepseek_v3_mtp", "gpt_oss", "qwen3_next")
@@ -99,7 +102,11 @@ def case(name: str, *values: Any, fast: bool = False) -> Any:
 
 @pytest.mark.parametrize(
     "name, to, layouts",
-    [case(name, to, layouts) for name, to in CASES for layouts in (WIDE, DEEP)],
+    [
+        pytest.param(name, to, layouts, marks=() if name in MECHANISMS and EACH_ONCE[to] is layouts else SLOW)
+        for name, to in CASES
+        for layouts in (WIDE, DEEP)
+    ],
     ids=[f"{name}-{to}-{shape}" for name, to in CASES for shape in ("wide", "deep")],
 )
 def test_megatron_computes_the_same_at_the_layout_that_was_written(
@@ -226,8 +233,6 @@ def test_tensor_parallel_ranks_can_share_query_groups(
 
 
 MTP = ("deepseek_v3_mtp", "glm4_moe", "mimo", "qwen3_next")
-EACH_ONCE = {"megatron": WIDE, "megatron-legacy": DEEP}
-"""Every format and every layout of the models that look further ahead; the other pairs are for `make test-all`."""
 
 
 @pytest.mark.parametrize(
