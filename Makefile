@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 DOCS   := .venv-docs
 TORCH  := torch==2.13.0
 MCORE  := megatron-core==0.16.1
+# Python compiles what is imported; pip would compile all modules of all packages, which takes longer than to install them.
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # Two processes, each of which takes the next file: the longest come first.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -59,10 +61,10 @@ $(VENV)/.ready: pyproject.toml Makefile
 		{ echo "TRL, which the tests run, needs Python 3.11 or later: make PYTHON=python3.12"; exit 1; }
 	@echo "Setting up $(VENV); the first time this takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
-	$(BIN)/pip install --quiet $(TORCH) || $(BIN)/pip install --quiet torch
-	$(BIN)/pip install --quiet --editable ".[dev]"
-	$(BIN)/pip install --quiet --no-deps $(MCORE)
+	$(PIP) --upgrade "pip>=24"
+	$(PIP) $(TORCH) || $(PIP) torch
+	$(PIP) --editable ".[dev]"
+	$(PIP) --no-deps $(MCORE)
 	touch $@
 
 clean:
