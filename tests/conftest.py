@@ -44,9 +44,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
 
-# A shell that starts a job in the background has it ignore Ctrl-C, and what the tests start would inherit that.
+# A shell that starts a job in the background has it ignore Ctrl-C, nohup the end of its terminal, and what the tests
+# start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 LONGEST = (
