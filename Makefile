@@ -9,6 +9,10 @@ MCORE  := megatron-core==0.16.1
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # Two processes, each of which takes the next file: the longest come first.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# The types are checked while tests run; what is wrong with them is shown after the tests.
+TYPES  := $(VENV)/types.txt
+tested = $(BIN)/mypy > $(TYPES) 2>&1 & types=$$!; $(PYTEST) $(1); tests=$$?; \
+	wait $$types || { types=$$?; cat $(TYPES); exit $$((tests ? tests : types)); }; exit $$tests
 
 # One thread a process: the tests start several ranks on few cores.
 export OMP_NUM_THREADS ?= 1
@@ -17,23 +21,25 @@ export HF_HUB_OFFLINE := 1
 # Modules are compiled once, and not again by each of a thousand processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all part lint bench fuzz faults docs clean
+.PHONY: demo test test-all part style lint bench fuzz faults docs clean
 
 demo: $(VENV)/.ready  ## Hugging Face -> Megatron-Core, train, and back, with every step checked
 	$(BIN)/python -m demo
 
-test: $(VENV)/.ready lint  ## lint, types and the tests that need no second framework
-	$(PYTEST) -m "not slow"
+test: $(VENV)/.ready style  ## lint, types and the tests that need no second framework
+	@$(call tested,-m "not slow")
 
-test-all: $(VENV)/.ready lint  ## also other versions and other frameworks: tests/environments.py makes them
-	$(PYTEST)
+test-all: $(VENV)/.ready style  ## also other versions and other frameworks: tests/environments.py makes them
+	@$(call tested)
 
 part: $(VENV)/.ready  ## the tests of one part of tests/jobs.py, without lint: make part PART=doctor
 	$(PYTEST) -m "not slow" --part $(PART)
 
-lint: $(VENV)/.ready
+style: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style
 	$(BIN)/mypy
 
 bench: $(VENV)/.ready  ## wall time and memory beside cp and beside other tools
