@@ -5,6 +5,14 @@ BIN    := $(VENV)/bin
 DOCS   := .venv-docs
 TORCH  := torch==2.13.0
 MCORE  := megatron-core==0.16.1
+# Python compiles what is imported; pip would compile all modules of all packages, which takes longer than to install them.
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+# Two processes, each of which takes the next file: the longest come first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# The types are checked while tests run; what is wrong with them is shown after the tests.
+TYPES  := $(VENV)/types.txt
+tested = $(BIN)/mypy > $(TYPES) 2>&1 & types=$$!; $(PYTEST) $(1); tests=$$?; \
+	wait $$types || { types=$$?; cat $(TYPES); exit $$((tests ? tests : types)); }; exit $$tests
 
 # One thread a process: the tests start several ranks on few cores.
 export OMP_NUM_THREADS ?= 1
@@ -13,20 +21,25 @@ export HF_HUB_OFFLINE := 1
 # Modules are compiled once, and not again by each of a thousand processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint bench fuzz faults docs clean
+.PHONY: demo test test-all part style lint bench fuzz faults docs clean
 
 demo: $(VENV)/.ready  ## Hugging Face -> Megatron-Core, train, and back, with every step checked
 	$(BIN)/python -m demo
 
-test: $(VENV)/.ready lint  ## lint, types and the tests that need no second framework
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+test: $(VENV)/.ready style  ## lint, types and the tests that need no second framework
+	@$(call tested,-m "not slow")
 
-test-all: $(VENV)/.ready lint  ## also other versions and other frameworks: tests/environments.py makes them
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+test-all: $(VENV)/.ready style  ## also other versions and other frameworks: tests/environments.py makes them
+	@$(call tested)
 
-lint: $(VENV)/.ready
+part: $(VENV)/.ready  ## the tests of one part of tests/jobs.py, without lint: make part PART=doctor
+	$(PYTEST) -m "not slow" --part $(PART)
+
+style: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style
 	$(BIN)/mypy
 
 bench: $(VENV)/.ready  ## wall time and memory beside cp and beside other tools
@@ -54,10 +67,10 @@ $(VENV)/.ready: pyproject.toml Makefile
 		{ echo "TRL, which the tests run, needs Python 3.11 or later: make PYTHON=python3.12"; exit 1; }
 	@echo "Setting up $(VENV); the first time this takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
-	$(BIN)/pip install --quiet $(TORCH) || $(BIN)/pip install --quiet torch
-	$(BIN)/pip install --quiet --editable ".[dev]"
-	$(BIN)/pip install --quiet --no-deps $(MCORE)
+	$(PIP) --upgrade "pip>=24"
+	$(PIP) $(TORCH) || $(PIP) torch
+	$(PIP) --editable ".[dev]"
+	$(PIP) --no-deps $(MCORE)
 	touch $@
 
 clean:

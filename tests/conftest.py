@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import shutil
 import signal
@@ -17,8 +18,22 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.jobs import PARTS, is_in
+
 if TYPE_CHECKING:
     from tests.genuine.megatron import Genuine
+
+pytest_plugins = ("tests.summary",)
+
+# Importing torch and transformers makes a million objects, which the collector would examine again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage in the tests, but not what was imported for them."""
+    gc.freeze()
+    gc.enable()
+
 
 # Before any test imports torch: ranks are processes, and there are more of them than cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,30 +44,52 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
 
-# A shell that starts a job in the background has it ignore Ctrl-C, and what the tests start would inherit that.
+# A shell that starts a job in the background has it ignore Ctrl-C, nohup the end of its terminal, and what the tests
+# start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-FORKING = (
-    "tests/test_families.py",
-    "tests/test_megatron_",
-    "tests/test_optimizer",
-    "tests/test_recognition.py",
-    "tests/test_fsdp_ranks.py",
-    "tests/test_dcp_format.py",
-    "tests/genuine/",
-    "tests/internlm/",
-    "tests/train/test_megatron_",
+LONGEST = (
+    *("tests/test_megatron_reading.py", "tests/test_families.py", "tests/test_megatron_writing.py"),
+    *("tests/test_optimizer", "tests/guard/test_stall.py", "tests/train/test_signals.py"),
+    *("tests/test_megatron_", "tests/genuine/", "tests/internlm/", "tests/train/test_megatron_"),
+    *("tests/test_recognition.py", "tests/test_fsdp_ranks.py", "tests/test_dcp_format.py"),
+    *("tests/doctor/test_reproduce.py", "tests/doctor/test_long_logs.py", "tests/stores/test_uploading.py"),
+    *(
+        "tests/fuzz/",
+        "tests/faults/",
+        "tests/bad_input/",
+        "tests/train/",
+        "tests/guard/",
+        "tests/test_demo.py",
+    ),
 )
-"""Files whose tests fork many ranks, which costs the more the larger the process has become."""
-LONG = ("tests/test_demo.py", "tests/train/", "tests/bad_input/", "tests/faults/")
-"""Files whose tests take longest, so that no worker runs one alone at the end."""
+"""Files whose tests take longest, the longest first: so that no process runs one alone at the end."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--part`."""
+    parser.addoption(
+        "--part", choices=[*PARTS, "smoke"], help="Run the tests of one part: see tests/jobs.py."
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of other parts."""
+    part = config.getoption("part")
+    if part is None or not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    return None if is_in(part, collection_path) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the files that fork, then those that take longest."""
-    items.sort(key=lambda item: (not item.nodeid.startswith(FORKING), not item.nodeid.startswith(LONG)))
+    """Start with the files that take longest."""
+    items.sort(
+        key=lambda item: next((at for at, name in enumerate(LONGEST) if item.nodeid.startswith(name)), 99)
+    )
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ def demo(output: Path, steps: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow  # `make demo` runs it, as continuous integration does
 def test_demo_runs_every_station(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "stale").write_text("left by an earlier run")

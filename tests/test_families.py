@@ -87,6 +87,9 @@ def converted(hf_model: Models, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return get
 
 
+SLOW = pytest.mark.slow
+EACH_ONCE = {"megatron": WIDE, "megatron-legacy": DEEP}
+"""Every format and every layout once; the other pairs are for `make test-all`."""
 # One family for each way in which megatron-core computes. `make test` has every family once; the other formats and
 # layouts of the others are for `make test-all`.
 MECHANISMS = ("llama", "qwen3_moe", "deepseek_v3_mtp", "gpt_oss", "qwen3_next")
@@ -97,13 +100,10 @@ def case(name: str, *values: Any, fast: bool = False) -> Any:
     return pytest.param(name, *values, marks=() if fast or name in MECHANISMS else pytest.mark.slow)
 
 
-MOST_CASES = [case(name, to, fast=to == "megatron") for name, to in CASES]
-
-
 @pytest.mark.parametrize(
     "name, to, layouts",
     [
-        case(name, to, layouts, fast=to == "megatron" and layouts is WIDE)
+        pytest.param(name, to, layouts, marks=() if name in MECHANISMS and EACH_ONCE[to] is layouts else SLOW)
         for name, to in CASES
         for layouts in (WIDE, DEEP)
     ],
@@ -120,6 +120,15 @@ def test_megatron_computes_the_same_at_the_layout_that_was_written(
     assert_agree(result.logits, by_transformers(hf_model(name)))
 
 
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in MECHANISMS])
+def test_megatron_computes_the_same_on_one_rank(
+    name: str, hf_model: Models, converted: Callable[..., Path]
+) -> None:
+    """Whatever the layout that was written: one rank loads all shards of every weight."""
+    result = judged_by_megatron(converted(name, "megatron", WIDE[name]), Layout())
+    assert_agree(result.logits, by_transformers(hf_model(name)))
+
+
 @pytest.mark.parametrize("name", [case(name) for name in VARIANTS])
 def test_megatron_computes_the_same_at_another_layout(
     name: str, hf_model: Models, converted: Callable[..., Path]
@@ -129,13 +138,22 @@ def test_megatron_computes_the_same_at_another_layout(
     assert_agree(judged_by_megatron(converted(name, "megatron", DEEP[name]), Layout()).logits, expected)
 
 
-@pytest.mark.parametrize("name, to", MOST_CASES)
+@pytest.mark.parametrize("name, to", [case(name, to) for name, to in CASES])
 def test_modules_of_transformer_engine_find_all_their_keys(
     name: str, to: str, converted: Callable[..., Path], transformer_engine: Executor
 ) -> None:
     """No weight and no extra state is missing or unexpected; the layout is the one that was written."""
     folder = converted(name, to, WIDE[name])
     result = transformer_engine.submit(judged_by_megatron, folder, spec="te").result(timeout=120)
+    assert (result.missing, result.unexpected, result.other) == ((), (), ())
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in MECHANISMS])
+def test_modules_of_transformer_engine_find_all_their_keys_on_one_rank(
+    name: str, converted: Callable[..., Path], transformer_engine: Executor
+) -> None:
+    folder = converted(name, "megatron", WIDE[name])
+    result = transformer_engine.submit(judged_by_megatron, folder, Layout(), "te").result(timeout=120)
     assert (result.missing, result.unexpected, result.other) == ((), (), ())
 
 
@@ -214,17 +232,31 @@ def test_tensor_parallel_ranks_can_share_query_groups(
         assert_same_tensors(tensors_of(tmp_path / f"{to} back"), tensors_of(source))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3_mtp", "glm4_moe", "mimo", "qwen3_next"])
+MTP = ("deepseek_v3_mtp", "glm4_moe", "mimo", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    "name, to, layouts",
+    [
+        pytest.param(name, to, layouts, marks=() if EACH_ONCE[to] is layouts else pytest.mark.slow)
+        for name in MTP
+        for to in formats(name)
+        for layouts in (WIDE, DEEP)
+    ],
+    ids=[f"{name}-{to}-{shape}" for name in MTP for to in formats(name) for shape in ("wide", "deep")],
+)
 def test_the_head_of_multi_token_prediction_computes_the_same(
-    name: str, hf_model: Models, converted: Callable[..., Path]
+    name: str,
+    to: str,
+    layouts: dict[str, dict[str, int]],
+    hf_model: Models,
+    converted: Callable[..., Path],
 ) -> None:
     """Position i sees the main model's hidden state at i and the token at i + 1, so the last one has no input."""
     by_name = {"mimo": mimo_mtp_logits, "qwen3_next": qwen3_next_mtp_logits}
     expected = by_name.get(name, mtp_logits)(hf_model(name))
-    for to in formats(name):
-        for layout in (WIDE, DEEP):
-            (ours,) = judged_by_megatron(converted(name, to, layout[name])).mtp
-            assert_agree(ours[:, :-1], expected, DELTA_NET if name == "qwen3_next" else THRESHOLD)
+    (ours,) = judged_by_megatron(converted(name, to, layouts[name])).mtp
+    assert_agree(ours[:, :-1], expected, DELTA_NET if name == "qwen3_next" else THRESHOLD)
 
 
 def mtp_logits(folder: Path) -> Logits:

@@ -86,6 +86,19 @@ def test_shards(name: str, limit: str, hf_model: Models, tmp_path: Path) -> None
     assert index["metadata"]["total_size"] == official.metadata["total_size"]
 
 
+def test_a_shard_may_be_as_large_as_the_limit(hf_model: Models, tmp_path: Path) -> None:
+    source = hf_model("qwen3")
+    whole = load_file(converted(source, tmp_path / "whole") / "model.safetensors")
+    limit = sum(tensor.nbytes for tensor in whole.values())
+    assert (
+        len(list(converted(source, tmp_path / "one", max_shard_size=str(limit)).glob("*.safetensors"))) == 1
+    )
+    assert (
+        len(list(converted(source, tmp_path / "two", max_shard_size=str(limit - 1)).glob("*.safetensors")))
+        == 2
+    )
+
+
 def reshard_bytes(limit: str) -> int:
     return int(limit.removesuffix("KB")) * 1000
 

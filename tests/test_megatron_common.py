@@ -21,7 +21,6 @@ import torch
 import reshard
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import DcpChunk, read_metadata, write_metadata
-from reshard.engines.megatron import megatron_logits
 from reshard.oracle.transformers import transformers_logits
 from reshard.transfer.source_files import Sources
 from tests import commandline
@@ -30,6 +29,7 @@ from tests.genuine import torch_dcp
 from tests.genuine.make_newer_megatron import ARGS
 from tests.genuine.make_newer_megatron import TOKENS as ITS_TOKENS
 from tests.genuine.megatron import QWEN3, QWEN3_MOE
+from tests.genuine.warm import megatron_logits
 from tests.judges import assert_agree
 from tests.test_optimizer import assert_same, values
 

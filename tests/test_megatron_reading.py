@@ -22,7 +22,6 @@ from transformers import AutoTokenizer
 
 import reshard
 from reshard.base.errors import ReshardError
-from reshard.engines.megatron import megatron_logits
 from reshard.engines.megatron.checkpoint_io import MegatronFormat, SaveOptions
 from reshard.oracle.transformers import Logits, transformers_logits
 from tests import commandline
@@ -30,6 +29,7 @@ from tests.genuine.huggingface import VARIANTS as FAMILIES
 from tests.genuine.huggingface import make_tokenizer
 from tests.genuine.megatron import OLDER_VERSIONS, QWEN2, VARIANTS, Genuine, tokens
 from tests.genuine.train_megatron import train_and_save
+from tests.genuine.warm import megatron_logits
 from tests.judges import TOKENS, assert_agree, assert_same_tensors, differing_keys, tensors_of
 
 Maker = Callable[..., Genuine]
@@ -41,8 +41,23 @@ def by_megatron(checkpoint: Genuine, format: MegatronFormat) -> Logits:
     return megatron_logits(checkpoint.iteration(format), TOKENS, args=checkpoint.args, layout=layout).logits
 
 
+# One for each thing that names and shapes have to tell; the rest is for `make test-all`.
+TELLING = {
+    *("qwen2-tp2-pp2", "qwen2-tied-pp2", "qwen3-pp2-vpp2", "qwen3-moe-ep2", "qwen3-moe-tp2-pp2-ep4-etp1"),
+    *("qwen3-moe-grouped-legacy", "deepseek-v3-te", "qwen2-shared-group-tp4"),
+}
+
+
+# Files of ranks hold what torch_dist holds (`test_both_formats_hold_the_same`): few are also computed from.
 @pytest.mark.parametrize(
-    "name, format", [(name, format) for name, variant in VARIANTS.items() for format in variant.formats]
+    "name, format",
+    [
+        pytest.param(
+            name, format, marks=pytest.mark.slow if format == "torch" and name not in TELLING else ()
+        )
+        for name, variant in VARIANTS.items()
+        for format in variant.formats
+    ],
 )
 def test_transformers_computes_what_megatron_computes(
     name: str, format: MegatronFormat, genuine: Maker, tmp_path: Path
@@ -165,13 +180,6 @@ def test_where_there_are_no_arguments_the_base_tells_all(name: str, genuine: Mak
         reshard.convert(tmp_path / "run", tmp_path / "out", no_tokenizer=True)
     reshard.convert(tmp_path / "run", tmp_path / "out", base=tmp_path / "base", no_tokenizer=True)
     assert_agree(transformers_logits(tmp_path / "out", TOKENS), by_megatron(source, "torch_dist"))
-
-
-# One for each thing that names and shapes have to tell; the rest is for `make test-all`.
-TELLING = {
-    *("qwen2-tp2-pp2", "qwen2-tied-pp2", "qwen3-pp2-vpp2", "qwen3-moe-ep2", "qwen3-moe-tp2-pp2-ep4-etp1"),
-    *("qwen3-moe-grouped-legacy", "deepseek-v3-te", "qwen2-shared-group-tp4"),
-}
 
 
 @pytest.mark.parametrize(

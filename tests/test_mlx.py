@@ -22,6 +22,7 @@ from reshard.base.errors import ReshardError
 from reshard.containers.safetensors import read_tensors
 from reshard.families.dialects import mlx
 from reshard.formats.mlx.quantization_modes import BITS, GROUPS, ModeSettings, packed, unpacked
+from reshard.formats.mlx.quantization_modes import quantized as quantized_group
 from reshard.formats.mlx.quantized_weights import WeightParts, affine, dequantized
 from reshard.formats.mlx.write import METHODS
 from reshard.transfer.gather import Gatherer
@@ -301,6 +302,14 @@ def test_arithmetic_is_that_of_mlx(tmp_path: Path) -> None:
             for name, part in affine("w", found["original"], how).items():
                 assert (part.dtype, part.shape) == (found[name].dtype, found[name].shape), how
                 assert np.array_equal(stored(part), stored(found[name])), (how, name)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_group_has_as_many_codes_as_its_bits_allow(bits: int) -> None:
+    groups = np.arange(1 << bits, dtype=np.float32)[None]
+    codes, scales, biases = quantized_group(groups, bits)
+    assert codes.max() == (1 << bits) - 1
+    np.testing.assert_array_equal(codes * scales + biases, groups)
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -274,13 +274,22 @@ def notebook(text: str) -> dict[str, object]:
     return {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
 
 
+KINDS = ("run.log", "train.py", "config.yaml", "config.json", "launch.sh", "train.ipynb")
+
+
 @pytest.mark.parametrize(
-    "kind", ["run.log", "train.py", "config.yaml", "config.json", "launch.sh", "train.ipynb"]
+    "kind, units",
+    [
+        *((kind, UNITS[at :: len(KINDS) // 2]) for at, kind in enumerate(KINDS)),
+        *(pytest.param(kind, UNITS, marks=pytest.mark.slow) for kind in KINDS),
+    ],
+    ids=[f"{kind}-{units}" for units in ("some", "all") for kind in KINDS],
 )
-def test_twice_the_input_costs_twice_the_time(kind: str, tmp_path: Path) -> None:
+def test_twice_the_input_costs_twice_the_time(kind: str, units: list[str], tmp_path: Path) -> None:
+    """Every unit in two kinds of files; in `make test-all`, in all of them."""
     path, slow = tmp_path / kind, []
     duration(path, "a b c")  # loads what the doctor knows
-    for unit in UNITS:
+    for unit in units:
         once = twice = float("inf")
         for _ in range(8):  # other work on the machine disturbs durations: the least of each counts
             twice = min(twice, duration(path, unit * (60_000 // len(unit))))

@@ -13,10 +13,10 @@ import pytest
 
 import reshard
 from reshard.base.errors import ReshardError
-from reshard.engines.megatron import megatron_logits
 from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command
 from tests.genuine.make_zarr import KEPT, existing, make
+from tests.genuine.warm import megatron_logits
 from tests.judges import TOKENS, assert_agree, assert_same_tensors, tensors_of
 
 DATA = Path(__file__).parents[1] / "data" / "megatron_zarr"

@@ -18,8 +18,8 @@ from reshard.algebra.layout import Layout
 from reshard.engines.megatron import process_groups
 from reshard.engines.megatron.checkpoint_io import SaveOptions, random_state, save_checkpoint
 from reshard.engines.megatron.gpt_model import LayerSpec, build_model
-from reshard.engines.megatron.session import run_ranks
 from reshard.engines.megatron.stored_arguments import one_expert_at_a_time, to_store
+from tests.genuine.warm import run_ranks
 
 RANKS = 2
 

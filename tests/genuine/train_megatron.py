@@ -21,9 +21,9 @@ from reshard.engines.megatron.checkpoint_io import (
 )
 from reshard.engines.megatron.gpt_model import LayerSpec, build_model
 from reshard.engines.megatron.logits import BatchTokens
-from reshard.engines.megatron.session import run_ranks
 from reshard.engines.megatron.stored_arguments import complete, one_expert_at_a_time, to_store
 from tests.genuine.held_states import save_held_states
+from tests.genuine.warm import run_ranks
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import pytest
 
 import reshard
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron import megatron_logits
 from tests.genuine.internlm_reference import hub_logits
 from tests.genuine.megatron import Genuine
+from tests.genuine.warm import megatron_logits
 from tests.internlm.checkpoints import DATA
 from tests.judges import TOKENS, assert_agree, assert_same_tensors, tensors_of
 

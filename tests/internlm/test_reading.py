@@ -14,11 +14,11 @@ import torch
 
 import reshard
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron import megatron_logits
 from reshard.formats.internlm.tensor_names import is_old_order
 from reshard.transfer.source_files import Sources
 from tests.commandline import reshard as run
 from tests.genuine.internlm_reference import hub_logits
+from tests.genuine.warm import megatron_logits
 from tests.internlm.checkpoints import DATA, NAMES, Copies, config_with, edit, problems_of, same_as_before
 from tests.judges import assert_agree, tensors_of
 

@@ -133,6 +133,7 @@ def test_a_road_keeps_within_the_bound(folder: Path, name: str) -> None:
     ready(folder, name)
 
 
+@pytest.mark.slow
 def test_an_average_keeps_within_the_bound(folder: Path) -> None:
     """Its sources have different layouts, and the ranks of the output read short runs of both."""
     words = ("average", ready(folder, "llama"), ready(folder, "megatron"), folder / "average")
@@ -161,7 +162,7 @@ def test_a_road_that_holds_a_tensor_dies_of_it(folder: Path) -> None:
     assert not target.exists()
 
 
-@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+@pytest.mark.parametrize("dry", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)])
 def test_what_does_not_fit_is_refused_with_the_number_that_would(folder: Path, dry: tuple[str, ...]) -> None:
     """The number that the refusal names is enough."""
     target = folder / "refused"

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import boto3
@@ -22,6 +23,17 @@ CREDENTIALS = {
     "AWS_SECRET_ACCESS_KEY": "not-to-be-shown",
     "AWS_DEFAULT_REGION": "us-east-1",
 }
+
+
+@cache  # boto3 takes longer to make one than to use it
+def _client(address: str) -> Any:
+    return boto3.client(
+        "s3",
+        endpoint_url=address,
+        aws_access_key_id="testing",
+        aws_secret_access_key="x",
+        region_name="us-east-1",
+    )
 
 
 @dataclass
@@ -45,13 +57,7 @@ class S3:
     @property
     def client(self) -> Any:
         """boto3's client: a judge that is independent of fsspec."""
-        return boto3.client(
-            "s3",
-            endpoint_url=self.address,
-            aws_access_key_id="testing",
-            aws_secret_access_key="x",
-            region_name="us-east-1",
-        )
+        return _client(self.address)
 
     def objects(self, prefix: str = "") -> dict[str, bytes]:
         """All objects below a prefix, by the rest of their keys."""
@@ -63,8 +69,8 @@ class S3:
 
     def clear(self) -> None:
         """Remove all objects, and the record of requests."""
-        for key in self.objects():
-            self.client.delete_object(Bucket=BUCKET, Key=key)
+        for each in self.client.list_objects_v2(Bucket=BUCKET).get("Contents", ()):
+            self.client.delete_object(Bucket=BUCKET, Key=each["Key"])
         self.requests.clear()
         self.sent = 0
         self.clear_faults()

@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reshard
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron import megatron_logits
 from reshard.engines.megatron.session import RankError
 from reshard.training import megatron
 from reshard.training.engine import Trained
 from reshard.training.megatron.options import read
 from reshard.training.megatron.packed_rows import make_rows
 from reshard.training.run import Run
+from tests.genuine.warm import megatron_logits
 from tests.judges import THRESHOLD, TOKENS
 from tests.train.conftest import spoil, write_lines
 from tests.train.megatron import (
