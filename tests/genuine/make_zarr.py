@@ -19,7 +19,7 @@ from tests.genuine import megatron
 from tests.genuine.megatron import REPOSITORY, VARIANTS, Genuine, Variant, mcore_site
 
 MEGATRON = "0.12.3"
-FORMATS: tuple[megatron.Format, ...] = ("torch_dist", "zarr")
+FORMATS: tuple[megatron.MegatronFormat, ...] = ("torch_dist", "zarr")
 KEPT = ("qwen2-tp2-pp2",)
 """Those in `tests/data`."""
 
