@@ -101,7 +101,7 @@ def test_an_option_of_convert(hf_model: Callable[..., Path], tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "file", "record"),
     [
-        ("inspect", "api/inspection.py", "InspectByName"),
+        ("inspect", "api/inspection.py", "InspectOptions"),
         ("verify", "api/verification.py", "CheckOptions"),
         ("doctor", "api/diagnosis.py", "DoctorOptions"),
     ],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import click
 import pytest
@@ -20,11 +20,14 @@ from reshard.base.options import (
     options_of,
     seconds_of,
     takes,
+    with_options,
     words_for,
     words_of_seconds,
 )
+from reshard.cli import cli
 from reshard.cli.convert import command as convert
 from reshard.cli.record import GroupedOption, record_options
+from reshard.cli.usage import sections
 from reshard.commands.options import ConvertOptions
 
 
@@ -214,3 +217,43 @@ class Sized:
     memory: Annotated[int | str, About("Limit.", "SIZE", unit="bytes")] = "1GiB"
     stages: Annotated[tuple[int, ...], About("Layers.", "N,N,…")] = ()
     marks: Annotated[tuple[str, ...], About("Marks.", "MARK")] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renamed(Asked):
+    HELP: ClassVar = {"merge": "Merge both PATHs, unless --check fails."}
+
+
+def test_a_record_replaces_the_help_of_what_it_inherits() -> None:
+    asked, renamed = ({each.name: each for each in options_of(record)} for record in (Asked, Renamed))
+    assert [*asked] == [*renamed]
+    assert {name for name in asked if asked[name] != renamed[name]} == {"merge"}
+    assert asked["merge"].about.help == "Merge."
+    assert replace(renamed["merge"], about=asked["merge"].about) == asked["merge"]
+
+
+def test_the_first_options_of_a_function_may_need_no_names() -> None:
+    @with_options(Renamed, positional=2)
+    def call(path: str, **options: object) -> object:
+        """Do it.
+
+        Returns
+        -------
+        object
+        """
+        return path, options
+
+    assert call("a", False, stall=3) == call("a", check=False, stall=3) == ("a", {"check": False, "stall": 3})
+    kinds = [each.kind.name for each in inspect.signature(call).parameters.values()]
+    assert kinds[:4] == ["POSITIONAL_OR_KEYWORD"] * 3 + ["KEYWORD_ONLY"]
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        call("a", True, True, 3)
+    with pytest.raises(TypeError, match="multiple values for argument 'check'"):
+        call("a", True, check=True)
+    assert "Merge both PATHs, unless `check` fails." in (inspect.getdoc(call) or "")
+
+
+@pytest.mark.parametrize(("name", "headings"), [("average", 4), ("verify", 1), ("export", 1)])
+def test_only_many_options_have_several_headings(name: str, headings: int) -> None:
+    found = cli.get_command(click.Context(cli), name)
+    assert found and len(sections(found.params, click.Context(found))) == headings

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, ParamSpec, Protocol
+from typing import Annotated, Any, ClassVar
 
-from reshard.api.conversion import convert
+from reshard.api.conversion import convert, converts
 from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.errors import ReshardError
 from reshard.base.exceptions_to_problems import for_users
-from reshard.base.options import About, with_options
+from reshard.base.options import About
 from reshard.commands.conversion import Conversion
 from reshard.commands.names import NAMES
 from reshard.commands.options import How
@@ -20,9 +20,6 @@ from reshard.stores import source_path
 
 NEAR = 1e-9
 """How far a sum of weights may be from 1 because of rounding."""
-
-
-P = ParamSpec("P")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,20 +53,8 @@ class AverageOptions(How, Reading, Output, Weighting):
     }
 
 
-class AverageFunction(Protocol[P]):
-    """`average`, as type checkers see it."""
-
-    def __call__(
-        self, src: Sequence[StrPath], dst: StrPath, *args: P.args, **options: P.kwargs
-    ) -> Conversion: ...
-
-
-def _takes(record: Callable[P, object]) -> Callable[[Callable[..., Conversion]], AverageFunction[P]]:
-    return with_options(record)
-
-
 @for_users()
-@_takes(AverageOptions)
+@converts(AverageOptions)
 def average(src: Sequence[StrPath], dst: StrPath, **given: Any) -> Conversion:
     """Average the weights of several checkpoints of one model into `dst`, in any format and parallel layout.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.exceptions_to_problems import for_users
@@ -16,23 +16,25 @@ from reshard.commands.options import ConvertOptions, How
 from reshard.formats.options import AverageOf, ConversionOptions
 from reshard.stores import source_path, typed_path
 
+A_contra = TypeVar("A_contra", contravariant=True)
 P = ParamSpec("P")
 
 
-class Convert(Protocol[P]):
-    """`convert`, as type checkers see it."""
+class Converting(Protocol[A_contra, P]):
+    """A function that makes a conversion of what it is given, as type checkers see it."""
 
-    def __call__(
-        self, src: StrPath | AverageOf, dst: StrPath, *args: P.args, **options: P.kwargs
-    ) -> Conversion: ...
+    def __call__(self, src: A_contra, dst: StrPath, *args: P.args, **options: P.kwargs) -> Conversion: ...
 
 
-def _takes(record: Callable[P, object]) -> Callable[[Callable[..., Conversion]], Convert[P]]:
+def converts(
+    record: Callable[P, object],
+) -> Callable[[Callable[Concatenate[A_contra, ...], Conversion]], Converting[A_contra, P]]:
+    """`with_options` of a record, for a function of `src` and `dst`."""
     return with_options(record)
 
 
 @for_users()
-@_takes(ConvertOptions)
+@converts(ConvertOptions)
 def convert(src: StrPath | AverageOf, dst: StrPath, **given: Any) -> Conversion:
     """Convert the checkpoint at `src` to `dst`, to any format and parallel layout.
 

@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, ParamSpec, Protocol
+from typing import Any, ClassVar
 
 from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.exceptions_to_problems import for_users
-from reshard.base.options import with_options
-from reshard.base.shared_options import OnStepOption, PageOption, StepOption
+from reshard.base.shared_options import OnStepOption, PageOption, StepOption, takes_step
 from reshard.commands.inspection import Inspection, inspect_checkpoint
-from reshard.folders.iterations import Iteration
 from reshard.pages import inspection_page
 from reshard.pages.page_files import check_page, write_page
 from reshard.stores import source_path
 
-P = ParamSpec("P")
-
 
 @dataclass(frozen=True, kw_only=True)
-class InspectByName(OnStepOption, PageOption):
-    """Options of `inspect` that are always named."""
+class InspectOptions(OnStepOption, PageOption, StepOption):
+    """Options of `inspect`."""
 
     HELP: ClassVar = {
         "html": "Write a page to this file: the weights by module, and the contents of each rank or file.",
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class InspectOptions(InspectByName, StepOption):
-    """All options of `inspect`."""
-
-
-class Inspect(Protocol[P]):
-    """`inspect`, as type checkers see it."""
-
-    def __call__(
-        self, path: StrPath, iteration: Iteration | None = None, *args: P.args, **options: P.kwargs
-    ) -> Inspection: ...
-
-
-def _takes(record: Callable[P, object]) -> Callable[[Callable[..., Inspection]], Inspect[P]]:
-    return with_options(record, positional=StepOption)
-
-
 @for_users()
-@_takes(InspectByName)
+@takes_step(InspectOptions)
 def inspect(path: StrPath, **given: Any) -> Inspection:
     """Show what a checkpoint is, whether it is complete, and what to type next.
 

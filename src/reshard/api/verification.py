@@ -42,8 +42,8 @@ class CheckOptions(OnStepOption, MemoryOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparing(PageOption, BaseOption):
-    """Options for two checkpoints."""
+class CompareOptions(CheckOptions, PageOption, BaseOption):
+    """Options of `verify` that compare values."""
 
     HELP: ClassVar = {
         "base": "Hugging Face folder with the config, if A or B has none. With --proof, it replaces the recorded one.",
@@ -57,8 +57,8 @@ class Comparing(PageOption, BaseOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proving:
-    """What proves a conversion."""
+class VerifyOptions(CompareOptions):
+    """All options of `verify`."""
 
     proof: Annotated[
         bool,
@@ -67,16 +67,6 @@ class Proving:
             "or dropped by a named rule, and every element of B is written once."
         ),
     ] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareOptions(CheckOptions, Comparing):
-    """Options of `verify` that compare values."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions(Proving, CompareOptions):
-    """All options of `verify`."""
 
     def check(self, b: StrPath | None) -> None:
         """Raise ReshardError for options that cannot be combined, or that need the second checkpoint."""
@@ -117,6 +107,7 @@ class Verify(Protocol[C, W]):
 def _takes(
     one: Callable[C, object], two: Callable[W, object], every: type
 ) -> Callable[[Callable[..., Any]], Verify[C, W]]:
+    """`with_options` of every option. Type checkers see those for one checkpoint and for two."""
     return with_options(every)
 
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, ParamSpec, Protocol
+from typing import Any, ClassVar
 
 from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.exceptions_to_problems import for_users
-from reshard.base.options import options_of, with_options
-from reshard.base.shared_options import StepOption
+from reshard.base.shared_options import StepOption, takes_step
 from reshard.commands.names import NAMES
 from reshard.commands.weights import Weights
-from reshard.folders.iterations import Iteration
 from reshard.formats.options import ConversionOptions, Opening
 from reshard.stores import source_path
 
-P = ParamSpec("P")
-
 
 @dataclass(frozen=True, kw_only=True)
-class OpenByName(Opening):
-    """Options of `open` that are always named."""
+class OpenOptions(Opening, StepOption):
+    """Options of `open`."""
 
     HELP: ClassVar = {
         "base": "Hugging Face folder with the config, if SRC has none. With --merge, the model to merge into.",
@@ -29,29 +25,8 @@ class OpenByName(Opening):
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenOptions(OpenByName, StepOption):
-    """All options of `open`."""
-
-
-OPENING = {each.name for each in options_of(OpenOptions)}
-"""Arguments of other functions that `open` takes as well."""
-
-
-class Open(Protocol[P]):
-    """`open`, as type checkers see it."""
-
-    def __call__(
-        self, path: StrPath, iteration: Iteration | None = None, *args: P.args, **options: P.kwargs
-    ) -> Weights: ...
-
-
-def _takes(record: Callable[P, object]) -> Callable[[Callable[..., Weights]], Open[P]]:
-    return with_options(record, positional=StepOption)
-
-
 @for_users()
-@_takes(OpenByName)
+@takes_step(OpenOptions)
 def open(path: StrPath, **given: Any) -> Weights:
     """Open a checkpoint of any format and layout as a mapping of tensors with their Hugging Face names.
 
@@ -95,13 +70,12 @@ def open(path: StrPath, **given: Any) -> Weights:
     return Weights.opened(source_path(path), asked)
 
 
-def opened(arguments: Arguments, path: StrPath | Weights, given: Mapping[str, Any]) -> Weights:
-    """What a function reads: an opened checkpoint, or one to open with those of the arguments `given` that `open` has.
+def opened(given: Arguments, path: StrPath | Weights, opening: Mapping[str, Any]) -> Weights:
+    """What a function reads: an opened checkpoint, or one to open with the arguments `opening` of `open`.
 
-    Raises ReshardError with all problems of the function's arguments.
+    Raises ReshardError with all problems of the function's arguments that `given` has recorded.
     """
-    opening = {name: value for name, value in given.items() if name in OPENING}
     if isinstance(path, Weights) and opening:
-        arguments.wrong("path", path, f"a path, because {', '.join(opening)} is for opening it")
-    arguments.settle()
+        given.wrong("path", path, f"a path, because {', '.join(opening)} is for opening it")
+    given.settle()
     return path if isinstance(path, Weights) else open(path, **opening)

@@ -80,8 +80,11 @@ def _is_finite(value: int | float) -> bool:
         return False
 
 
-def _any(value: object) -> bool:
-    return True
+_ELEMENTS: Mapping[type, Callable[[Any], bool]] = {
+    int: lambda each: is_whole(each, 0),
+    str: lambda each: isinstance(each, str),
+}
+"""Whether something is one of several values of a type. Functions check those of other types."""
 
 
 class Arguments:
@@ -118,6 +121,11 @@ class Arguments:
             expected = about.expected or whole_number(int(about.least))
             self.wrong(option.name, value, ", or ".join([expected, *map(repr, about.choices)]))
 
+    def counted(self, name: str, value: Any) -> None:
+        """Check for an integer of at least 1, or None."""
+        if value is not None and not is_whole(value):
+            self.wrong(name, value, whole_number())
+
     def number(self, name: str, value: Any, least: float = -math.inf) -> None:
         """Check for a finite number that is not below `least`, or None."""
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -130,8 +138,8 @@ class Arguments:
 
     def several(self, name: str, values: Any, kind: type = str, expected: str = "several strings") -> None:
         """Check for several values of a type. One string would be a sequence of its letters."""
-        right = {int: lambda each: type(each) is int and each >= 0, str: lambda each: isinstance(each, str)}
-        if not isinstance(values, (tuple, list)) or not all(map(right.get(kind, _any), values)):
+        fits = _ELEMENTS.get(kind, lambda each: True)
+        if not isinstance(values, (tuple, list)) or not all(map(fits, values)):
             self.wrong(name, values, expected)
 
     def text(self, name: str, value: Any, example: str) -> None:

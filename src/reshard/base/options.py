@@ -21,7 +21,7 @@ import os
 import re
 import textwrap
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, wraps
 from pathlib import Path
@@ -46,7 +46,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_KINDS = (bool, float, tuple, int, Sequence, Collection, Path, os.PathLike, Mapping, Callable, str)
+_KINDS = (bool, float, tuple, int, Sequence, Path, os.PathLike, Mapping, Callable, str)
 """Types of options. The first of these that a type contains decides how a value is read."""
 
 
@@ -115,8 +115,8 @@ class Option:
 
     @property
     def kind(self) -> Any:
-        """The one of `_KINDS` that decides how its value is read, or object: the function itself checks it."""
-        return next((each for each in _KINDS if each in self._types), object)
+        """The one of `_KINDS` that decides how its value is read."""
+        return next(each for each in _KINDS if each in self._types)
 
     @property
     def _types(self) -> list[Any]:
@@ -136,14 +136,14 @@ class Option:
         return next((each for each in get_args((lists or [self.type])[0]) if isinstance(each, type)), str)
 
     @property
-    def is_several(self) -> bool:
-        """Whether it has several values."""
-        return self.kind in (tuple, Sequence)
+    def has_commas(self) -> bool:
+        """Whether several values are one text with commas on the command line: numbers."""
+        return self.kind in (tuple, Sequence) and self.element is not str
 
     @property
-    def has_commas(self) -> bool:
-        """Whether several values are one text with commas on the command line: numbers. Others repeat the flag."""
-        return self.is_several and self.element is not str
+    def is_repeated(self) -> bool:
+        """Whether each of several values has a flag of its own there: texts."""
+        return self.kind in (tuple, Sequence) and self.element is str
 
     @property
     def is_typed(self) -> bool:
@@ -164,14 +164,11 @@ class Option:
     @property
     def _named(self) -> str:
         """The name of its type in documentation."""
-        names = {Callable: "callable", Mapping: "dict", os.PathLike: "path-like", Collection: "collection"}
-        names[object] = self.element.__name__
-        if self.is_several:
-            names = {self.kind: f"{self.kind.__name__.lower()} of {self.element.__name__}"}
-        elif self.kind is Path and str in self._types:
-            names = {Path: "path-like"}
-        other = "str or " if str in self._types and self.kind is not str else ""
-        return other + str(names.get(self.kind, self.kind.__name__))
+        plain = {Callable: "callable", Mapping: "dict", Path: "path-like", os.PathLike: "path-like"}
+        several = f"{self.kind.__name__.lower()} of {self.element.__name__}"
+        named = several if self.kind in (tuple, Sequence) else plain.get(self.kind, self.kind.__name__)
+        other = "str or " if self.kind is Path or (self.kind is not str and str in self._types) else ""
+        return f"{other}{named}"
 
 
 @cache
@@ -227,46 +224,45 @@ def takes(
 
 
 def takes_also(record: type) -> Callable[[F], F]:
-    """`with_options` of one record, for a function of any number of arguments. Type checkers know of no keywords."""
+    """`with_options` of a record, for any function. Type checkers know its own arguments and no others."""
     return with_options(record)
 
 
-def with_options(record: Any, positional: Any = None) -> Callable[[Callable[..., Any]], Any]:
+def with_options(record: Any, positional: int = 0) -> Callable[[Callable[..., Any]], Any]:
     """Give a function of any keywords the signature and documentation of a record's fields.
 
-    The fields of the record `positional` are arguments that need no names, after those that the function has itself.
-    The help of options calls these by their names in capitals, and PATH or else the first one also SRC.
+    The first `positional` fields are arguments that need no names, after those that the function has itself. The help
+    of options calls these by their names in capitals, and PATH or else the first one also SRC.
     """
-    return lambda function: _with_options(record, positional, function)
+    options, kinds = options_of(record), inspect.Parameter
 
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        own = list(inspect.signature(function).parameters.values())[:-1]
+        more = [
+            inspect.Parameter(
+                each.name,
+                kinds.POSITIONAL_OR_KEYWORD if number < positional else kinds.KEYWORD_ONLY,
+                default=each.default,
+                annotation=each.type,
+            )
+            for number, each in enumerate(options)
+        ]
+        signature = inspect.signature(function).replace(parameters=[*own, *more])
+        words = {each.name.upper(): f"`{each.name}`" for each in own}
+        words = {"SRC": words.get("PATH", f"`{own[0].name}`"), **words}
 
-def _with_options(record: type, positional: type | None, function: Callable[..., Any]) -> Callable[..., Any]:
-    own = list(inspect.signature(function).parameters.values())[:-1]
-    first = options_of(positional) if positional else ()
-    options = [*first, *options_of(record)]
-    more = [
-        *(_parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in first),
-        *(_parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in options_of(record)),
-    ]
-    signature = inspect.signature(function).replace(parameters=[*own, *more])
-    count = len(own) if first else None
+        @wraps(function)
+        def wrapper(*given: Any, **named: Any) -> Any:
+            signature.bind(*given, **named)  # Python's TypeError for unknown names
+            unnamed = zip((each.name for each in options[:positional]), given[len(own) :], strict=False)
+            return function(*(given[: len(own)] if positional else given), **named, **dict(unnamed))
 
-    @wraps(function)
-    def wrapper(*given: Any, **named: Any) -> Any:
-        signature.bind(*given, **named)  # Python's TypeError for unknown names
-        unnamed = {each.name: value for each, value in zip(first, given[len(own) :], strict=False)}
-        return function(*given[:count], **unnamed, **named)
+        text, returns, rest = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns\n")
+        wrapper.__doc__ = "\n".join([text, *(each.documented(words) for each in options)]) + returns + rest
+        wrapper.__signature__ = signature  # type: ignore[attr-defined]
+        return wrapper
 
-    words = {each.name.upper(): f"`{each.name}`" for each in own}
-    words = {"SRC": words.get("PATH", f"`{own[0].name}`"), **words}
-    text, returns, rest = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns\n")
-    wrapper.__doc__ = "\n".join([text, *(each.documented(words) for each in options)]) + returns + rest
-    wrapper.__signature__ = signature  # type: ignore[attr-defined]
-    return wrapper
-
-
-def _parameter(option: Option, kind: Any) -> inspect.Parameter:
-    return inspect.Parameter(option.name, kind, default=option.default, annotation=option.type)
+    return decorate
 
 
 def seconds_of(text: str) -> float:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, overload
 
-from reshard.base.argument_checks import parse_size
-from reshard.base.options import ADAPTERS, BYTES, MACHINES, About, LocalPath
+from reshard.base.argument_checks import StrPath, parse_size
+from reshard.base.options import ADAPTERS, BYTES, MACHINES, About, LocalPath, with_options
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +48,10 @@ class MergeOption:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverwriteOption:
-    """Whether an output that exists is replaced."""
+class TargetOptions:
+    """What becomes of an output that exists, and of an interrupted run."""
 
     overwrite: Annotated[bool, About("Replace the checkpoint at DST.")] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResumeOption:
-    """Whether an interrupted run is continued."""
-
     no_resume: Annotated[
         bool, About("Start over, and keep nothing if the run is interrupted.", group=MACHINES)
     ] = False
@@ -78,15 +75,6 @@ class MemoryOption:
     def limit(self) -> int:
         """The limit of memory in bytes."""
         return parse_size(self.memory, "--memory")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkersOption:
-    """The number of threads."""
-
-    workers: Annotated[
-        int | None, About("Threads. [default: two per core]", "N", least=1, group=MACHINES)
-    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,3 +105,18 @@ class OnBytesOption:
     on_bytes: Annotated[
         Callable[[int], None], About("Called with the number of bytes of each window that was written.")
     ] = lambda count: None
+
+
+class OfStep(Protocol[P, R_co]):
+    """A function whose second argument, the step of a run, needs no name."""
+
+    @overload
+    def __call__(self, path: StrPath, *args: P.args, **options: P.kwargs) -> R_co: ...
+
+    @overload
+    def __call__(self, path: StrPath, iteration: int | str | None, /, **options: Any) -> R_co: ...
+
+
+def takes_step(record: Callable[P, object]) -> Callable[[Callable[..., R_co]], OfStep[P, R_co]]:
+    """`with_options` of a record that begins with `StepOption`, for a function of one path."""
+    return with_options(record, positional=1)

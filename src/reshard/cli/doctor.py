@@ -86,7 +86,7 @@ class Flags(AskOptions, DoctorOptions, CatalogueOptions):
         if targets and (self.list_all or self.explain):
             raise click.UsageError("--list and --explain take no target")
         if self.python and (self.list_all or self.explain):
-            raise click.UsageError("--python examines an environment")
+            raise click.UsageError("--python examines an environment, and takes no target")
         super().check(targets)
 
 
@@ -130,10 +130,8 @@ def command(targets: tuple[str, ...], *, quiet: bool, json_output: bool, **optio
     url = flags.url_for(targets)
     if flags.list_all:
         _list(language, json_output)
-    elif flags.explain in rules():
-        _explain_rule(flags.explain, language, json_output)
     elif flags.explain:
-        _explain(find(flags.explain), language, json_output)
+        _explain(flags.explain, language, json_output)
     else:
         _diagnose(targets, flags, url, quiet=quiet, json_output=json_output)
 
@@ -333,7 +331,15 @@ def _explain_rule(identifier: str, language: str, json_output: bool) -> None:
         console.print(f"[bold]{words['sources']}[/] {escape(', '.join(content['sources']))}")
 
 
-def _explain(entry: CatalogueEntry, language: str, json_output: bool) -> None:
+def _explain(identifier: str, language: str, json_output: bool) -> None:
+    """Explain a rule or an entry of the catalogue. Raises ReshardError if there is neither."""
+    if identifier in rules():
+        _explain_rule(identifier, language, json_output)
+    else:
+        _explain_entry(find(identifier), language, json_output)
+
+
+def _explain_entry(entry: CatalogueEntry, language: str, json_output: bool) -> None:
     content = {
         "id": entry.id,
         "kind": entry.kind,

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from reshard.base.argument_checks import Arguments
 from reshard.cli.console import common_options, handles_errors
 from reshard.cli.convert import shown
 from reshard.cli.options import LOCAL, quiet_option
@@ -35,8 +36,9 @@ def command(checkpoint: Path, dst: Path, quiet: bool, json_output: bool, **optio
     """
     from reshard.training.finish import export
 
+    asked = Arguments("export", NAMES).options(ExportOptions, options)
     shown(
-        lambda **hooks: export(checkpoint, dst, **options, **hooks),
+        lambda **hooks: export(checkpoint, dst, **asked, **hooks),
         dst,
         quiet=quiet,
         json_output=json_output,

@@ -27,14 +27,16 @@ from reshard.cli.options import LOCAL, TYPED, AtLeast
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]
-    """A duration with a unit, of at least so many seconds."""
+    """A duration of at least so many seconds. That of an age is never without a unit."""
 
     name = "duration"
 
-    def __init__(self, least: int) -> None:
-        self._least = least
+    def __init__(self, least: int, unit: str) -> None:
+        self._least, self._is_age = least, unit == AGE
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if self._is_age and not re.fullmatch(r"\d{1,9}[smhd]", value):
+            self.fail(f"{value!r} is not an age with a unit, such as 12h or 7d", param, ctx)
         try:
             seconds = seconds_of(value)
         except ValueError as error:
@@ -53,17 +55,6 @@ class Known(click.Choice):  # type: ignore[type-arg]  # click 8.1 takes no argum
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return self._known(value)
-
-
-class Age(click.ParamType):  # type: ignore[type-arg]
-    """A duration that is never without a unit."""
-
-    name = "age"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if not re.fullmatch(r"\d{1,9}[smhd]", value):
-            self.fail(f"{value!r} is not an age with a unit, such as 12h or 7d", param, ctx)
-        return seconds_of(value)
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]
@@ -141,7 +132,7 @@ def _option(option: Option, names: Mapping[str, Names]) -> Callable[[Any], Any]:
             show_default=bool(option.off),
             help=about.help,
         )
-    several = option.is_several and not option.has_commas
+    several = option.is_repeated
     return click.option(
         *flags,
         option.name,
@@ -171,10 +162,8 @@ def _type(option: Option, names: Mapping[str, Names]) -> click.ParamType[Any] | 
         return Known(choices, known.known) if choices and known.known else _choice(choices)
     if about.choices and option.kind is str:
         return click.Choice(about.choices)
-    if about.unit == SECONDS:
-        return Duration(int(about.least))
-    if about.unit == AGE:
-        return Age()
+    if about.unit in (SECONDS, AGE):
+        return Duration(int(about.least), about.unit)
     if option.has_commas:
         return Numbers(option.element, about.expected)
     if about.unit == BYTES:

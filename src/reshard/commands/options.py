@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from reshard.base.errors import ReshardError
 from reshard.base.options import ADVANCED, MACHINES, About
-from reshard.base.shared_options import (
-    MemoryOption,
-    OnBytesOption,
-    OnStepOption,
-    OverwriteOption,
-    ResumeOption,
-    WorkersOption,
-)
+from reshard.base.shared_options import MemoryOption, OnBytesOption, OnStepOption, TargetOptions
 from reshard.cluster import executors
 from reshard.formats.options import ConversionOptions
 from reshard.hub.push import OnUpload, Push
@@ -27,7 +20,7 @@ from reshard.transfer.staging import OnResume
 
 
 @dataclass(frozen=True, kw_only=True)
-class How(OnBytesOption, OnStepOption, WorkersOption, MemoryOption, ResumeOption, OverwriteOption):
+class How(OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
     """How a conversion runs, and its callbacks. The bytes of the output do not depend on any of this.
 
     With `on`, other machines do the work (`cluster/executors.py` lists them), and `workers` and `memory` apply to each
@@ -39,14 +32,18 @@ class How(OnBytesOption, OnStepOption, WorkersOption, MemoryOption, ResumeOption
     If an upload to the Hub fails, the same call repeats only the upload.
     """
 
-    HELP: ClassVar = {"workers": "Threads, or with --on threads per part. [default: two per core]"}
-
     dry_run: Annotated[
         bool, About("Print the plan, or why the conversion is refused, and write nothing.")
     ] = False
     verify: Annotated[
         bool, About("Read the output back from disk before it is published, and compare checksums.")
     ] = False
+    workers: Annotated[
+        int | None,
+        About(
+            "Threads, or with --on threads per part. [default: two per core]", "N", least=1, group=MACHINES
+        ),
+    ] = None
     on: Annotated[
         str | None,
         About(

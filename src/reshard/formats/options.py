@@ -79,8 +79,8 @@ class Reading(DtypeOption, BaseOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapting(MergeOption):
-    """How the adapters in one checkpoint are read."""
+class Opening(MergeOption, Reading):
+    """How one checkpoint is opened, whose step of a run is chosen apart."""
 
     adapter: Annotated[
         str | None, About("Adapter to read, if SRC contains several.", "NAME", group=ADAPTERS)
@@ -89,11 +89,6 @@ class Adapting(MergeOption):
         float | None,
         About("Alpha of the adapter, if no file records it.", "N", least=-math.inf, group=ADAPTERS),
     ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Opening(Adapting, Reading):
-    """How one checkpoint is opened, whose step of a run is chosen apart."""
 
 
 @dataclass(frozen=True, kw_only=True)

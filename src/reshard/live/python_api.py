@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, ParamSpec, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from reshard.api.weights import OpenOptions, opened
+from reshard.api.weights import opened
 from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.errors import ReshardError
 from reshard.base.exceptions_to_problems import for_users
-from reshard.base.options import About, with_options
-from reshard.base.shared_options import MemoryOption, WorkersOption
-from reshard.commands.names import NAMES
+from reshard.base.shared_options import MemoryOption
 from reshard.commands.streaming import How
 from reshard.commands.weights import Weights
 from reshard.live import megatron_chunks, pretrained, torch_modules
@@ -24,80 +21,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-P = ParamSpec("P")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Filling(WorkersOption, MemoryOption):
-    """How a model is filled."""
-
-    HELP: ClassVar = {"memory": "Limit for what is used besides the model."}
-
-    verify: Annotated[
-        bool,
-        About(
-            "Compare the CRC32s that the files record, and tensors that are stored more than once. Pass False where "
-            "each rank shall read nothing but its own part."
-        ),
-    ] = True
-
-    @property
-    def how(self) -> How:
-        """How tensors are read."""
-        return How(self.limit, self.workers, self.verify)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions(OpenOptions, Filling):
-    """All options of `load_into`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainedOptions(LoadOptions):
-    """All options of `from_pretrained`."""
-
-    trust_remote_code: Annotated[bool, About("Run the code of the model that is in its folder.")] = False
-    build: Annotated[
-        Mapping[str, Any] | None,
-        About(
-            'Arguments for ``from_config`` of transformers, for example ``{"attn_implementation": "eager"}``.',
-            '{"attn_implementation": "eager"}',
-        ),
-    ] = None
-
-
-class LoadInto(Protocol[P]):
-    """`load_into`, as type checkers see it."""
-
-    def __call__(
-        self,
-        module: torch.nn.Module | Sequence[torch.nn.Module],
-        path: StrPath | Weights,
-        *args: P.args,
-        **options: P.kwargs,
-    ) -> LoadedTensors: ...
-
-
-class FromPretrained(Protocol[P]):
-    """`from_pretrained`, as type checkers see it."""
-
-    def __call__(
-        self, path: StrPath | Weights, auto: Any = None, *args: P.args, **options: P.kwargs
-    ) -> PreTrainedModel: ...
-
-
-def _loads(record: Callable[P, object]) -> Callable[[Callable[..., LoadedTensors]], LoadInto[P]]:
-    return with_options(record)
-
-
-def _builds(record: Callable[P, object]) -> Callable[[Callable[..., PreTrainedModel]], FromPretrained[P]]:
-    return with_options(record)
-
-
 @for_users()
-@_loads(LoadOptions)
 def load_into(
-    module: torch.nn.Module | Sequence[torch.nn.Module], path: StrPath | Weights, **given: Any
+    module: torch.nn.Module | Sequence[torch.nn.Module],
+    path: StrPath | Weights,
+    *,
+    memory: int | str = MemoryOption.memory,
+    workers: int | None = None,
+    verify: bool = True,
+    **opening: Any,
 ) -> LoadedTensors:
     """Fill the parameters and persistent buffers of a torch module from a checkpoint of any format and layout.
 
@@ -112,6 +44,15 @@ def load_into(
         of its process groups.
     path : str or path-like or Weights
         Folder, file, URL or ``Org/Model``; or what `reshard.open` returned.
+    memory : int or str
+        Limit for what is used besides the module, in bytes or with a unit.
+    workers : int, optional
+        Threads, by default two per core.
+    verify : bool
+        Compare the CRC32s that the files record, and tensors that are stored more than once. Pass False where each
+        rank shall read nothing but its own part.
+    **opening : Any
+        Other arguments of `reshard.open`: ``base``, ``iteration``, ``merge`` …
 
     Returns
     -------
@@ -131,14 +72,13 @@ def load_into(
     >>> reshard.load_into(model, "run").tensors
     47
     """
-    arguments = Arguments("load_into", NAMES)
+    given = Arguments("load_into")
     chunks = list(module) if isinstance(module, (list, tuple)) else [module]
     if not chunks or not all(map(is_module, chunks)):
-        arguments.wrong("module", _kind(module), "a torch module, or the chunks of Megatron-Core")
-    asked = LoadOptions(**arguments.options(LoadOptions, given))
-    weights = opened(arguments, path, given)
+        given.wrong("module", _kind(module), "a torch module, or the chunks of Megatron-Core")
+    how, weights = _read(given, path, memory, workers, verify, opening)
     if all(map(megatron_chunks.is_chunk, chunks)):
-        return megatron_chunks.load_chunks(chunks, weights, verify=asked.verify)
+        return megatron_chunks.load_chunks(chunks, weights, verify=verify)
     if len(chunks) != 1:
         raise ReshardError(
             "live-chunks-not-megatron",
@@ -146,12 +86,21 @@ def load_into(
             found=", ".join(type(chunk).__name__ for chunk in chunks),
             remedy="pass one module",
         )
-    return torch_modules.load_into(chunks[0], weights, asked.how)
+    return torch_modules.load_into(chunks[0], weights, how)
 
 
 @for_users()
-@_builds(PretrainedOptions)
-def from_pretrained(path: StrPath | Weights, auto: Any = None, **given: Any) -> PreTrainedModel:
+def from_pretrained(
+    path: StrPath | Weights,
+    auto: Any = None,
+    *,
+    memory: int | str = MemoryOption.memory,
+    workers: int | None = None,
+    verify: bool = True,
+    trust_remote_code: bool = False,
+    build: dict[str, Any] | None = None,
+    **opening: Any,
+) -> PreTrainedModel:
     """The transformers model of a checkpoint of any format and layout, in evaluation mode on the CPU.
 
     It is what ``from_pretrained`` returns for the folder that `convert` would write, but nothing is written, and the
@@ -164,6 +113,14 @@ def from_pretrained(path: StrPath | Weights, auto: Any = None, **given: Any) -> 
     auto : class, optional
         The class of transformers to build, for example ``AutoModelForSequenceClassification``. By default the one that
         the config names.
+    memory, workers, verify : int or str, int, bool
+        As for `load_into`.
+    trust_remote_code : bool
+        Run the code of the model that is in its folder.
+    build : dict, optional
+        Arguments for ``from_config`` of transformers, for example ``{"attn_implementation": "eager"}``.
+    **opening : Any
+        Other arguments of `reshard.open`: ``dtype``, ``base``, ``iteration``, ``merge`` …
 
     Returns
     -------
@@ -180,14 +137,31 @@ def from_pretrained(path: StrPath | Weights, auto: Any = None, **given: Any) -> 
     >>> type(model).__name__, model.dtype
     ('Qwen3ForCausalLM', torch.bfloat16)
     """
-    arguments = Arguments("from_pretrained", NAMES)
+    given = Arguments("from_pretrained")
+    given.switches(trust_remote_code=trust_remote_code)
     if not (auto is None or hasattr(auto, "from_config") or hasattr(auto, "_from_config")):
-        arguments.wrong("auto", auto, "a class of transformers, for example AutoModelForCausalLM")
-    asked = PretrainedOptions(**arguments.options(PretrainedOptions, given))
-    weights = opened(arguments, path, given)
+        given.wrong("auto", auto, "a class of transformers, for example AutoModelForCausalLM")
+    given.mapping("build", build, '{"attn_implementation": "eager"}')
+    how, weights = _read(given, path, memory, workers, verify, opening)
     return pretrained.from_pretrained(
-        weights, auto, asked.how, trust_remote_code=asked.trust_remote_code, **(asked.build or {})
+        weights, auto, how, trust_remote_code=trust_remote_code, **(build or {})
     )
+
+
+def _read(
+    given: Arguments,
+    path: StrPath | Weights,
+    memory: int | str,
+    workers: int | None,
+    verify: bool,
+    opening: dict[str, Any],
+) -> tuple[How, Weights]:
+    """How to read, and what. Raises ReshardError for wrong arguments."""
+    allowed = given.size("--memory", memory)
+    given.counted("workers", workers)
+    given.switches(verify=verify)
+    weights = opened(given, path, opening)
+    return How(allowed, workers, verify), weights
 
 
 def _kind(module: Any) -> str:

@@ -9,13 +9,7 @@ from typing import Annotated, ClassVar
 
 from reshard.base.argument_checks import StrPath
 from reshard.base.options import About, LocalPath, options_of
-from reshard.base.shared_options import (
-    DtypeOption,
-    MergeOption,
-    OnBytesOption,
-    OverwriteOption,
-    ResumeOption,
-)
+from reshard.base.shared_options import DtypeOption, MergeOption, OnBytesOption, TargetOptions
 from reshard.training.data.records import SFT_SHAPES
 
 ENGINE_NAMES = ("trl", "megatron")
@@ -121,7 +115,7 @@ class StartOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(OnBytesOption, ResumeOption, OverwriteOption, MergeOption, DtypeOption):
+class ExportOptions(OnBytesOption, TargetOptions, MergeOption, DtypeOption):
     """Options of `export`."""
 
     HELP: ClassVar = {"merge": "Merge the LoRA adapter into its base model."}

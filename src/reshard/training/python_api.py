@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.exceptions_to_problems import for_users
-from reshard.base.options import About, takes, takes_also, with_options
+from reshard.base.options import About, takes, takes_also
 from reshard.commands.names import NAMES
 from reshard.training.methods import TRAINING_METHODS, elsewhere
 from reshard.training.options import ExportOptions, ReportOptions, StartOptions
@@ -17,8 +17,6 @@ from reshard.training.options import ExportOptions, ReportOptions, StartOptions
 if TYPE_CHECKING:
     from reshard.commands.conversion import Conversion
     from reshard.training.start import Outcome
-
-P = ParamSpec("P")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +77,8 @@ def train(method: str, **given: Any) -> Outcome:
     return trained(method, asked, **call)[1]
 
 
-class Export(Protocol[P]):
-    """`export`, as type checkers see it."""
-
-    def __call__(
-        self, checkpoint: StrPath, dst: StrPath, *args: P.args, **options: P.kwargs
-    ) -> Conversion: ...
-
-
-def _exports(record: Callable[P, object]) -> Callable[[Callable[..., Conversion]], Export[P]]:
-    return with_options(record)
-
-
 @for_users()
-@_exports(ExportOptions)
+@takes_also(ExportOptions)
 def export(checkpoint: StrPath, dst: StrPath, **given: Any) -> Conversion:
     """Convert a checkpoint of a training run to a Hugging Face folder.
 
