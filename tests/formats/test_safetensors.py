@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from reshard.transfer.source_files import Sources
 from safetensors import SafetensorError, safe_open
 
 from reshard.base.errors import ReshardError
 from reshard.containers.safetensors import read_tensors
+from reshard.transfer.source_files import Sources
 
 
 def file_of(path: Path, **places: tuple[int, int]) -> Path:
