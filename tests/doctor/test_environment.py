@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from reshard.checks import environment as machine
-from reshard.diagnosis.targets.environments import Environment, Gpu, diagnose_environment, look_around
+from reshard.checks.environment import Environment, Gpu, look_around
+from reshard.diagnosis.targets.environments import diagnose_environment
 from tests.commandline import reshard as command
 from tests.environments import python
 

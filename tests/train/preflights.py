@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reshard.base.errors import GIB, Problem
-from reshard.diagnosis.targets.environments import Environment, Gpu
+from reshard.checks.environment import Environment, Gpu
 
 NOWHERE = Environment({}, [], None, {})
 """A machine without GPUs."""

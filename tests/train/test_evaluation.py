@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.diagnosis.targets.environments import Environment
+from reshard.checks.environment import Environment
 from reshard.guard.end.completeness import RUN_RECORD
 from reshard.training import megatron, trl
 from reshard.training.engine_registry import engine_named

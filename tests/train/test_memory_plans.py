@@ -11,7 +11,7 @@ import pytest
 
 from bench.models import make
 from reshard.base.errors import GIB, ReshardError
-from reshard.diagnosis.targets.environments import Environment, Gpu
+from reshard.checks.environment import Environment, Gpu
 from reshard.folders.companions import read_object
 from reshard.training import memory
 from reshard.training.engine import StateBytes, StepCounts

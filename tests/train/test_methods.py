@@ -15,7 +15,7 @@ import pytest
 
 import reshard as api
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.targets.environments import Environment
+from reshard.checks.environment import Environment
 from reshard.training import trl
 from reshard.training.finish import finish
 from reshard.training.methods import EXPERIMENTAL_METHODS, TRAINING_METHODS, generates, is_rewarded

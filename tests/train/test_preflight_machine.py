@@ -15,7 +15,7 @@ import pytest
 from bench.models import make
 from reshard.algebra.layout import Layout
 from reshard.base.missing_packages import install_command
-from reshard.diagnosis.targets.environments import Environment
+from reshard.checks.environment import Environment
 from reshard.training import preconditions
 from reshard.training.engine_registry import engine_of
 from reshard.training.findings_as_problems import lacking

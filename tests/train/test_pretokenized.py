@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.targets.environments import Environment
+from reshard.checks.environment import Environment
 from reshard.training.data import read_records
 from reshard.training.data.pretokenized import learned
 from reshard.training.preflight import preflight

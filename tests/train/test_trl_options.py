@@ -159,7 +159,7 @@ def test_defaults_avoid_the_traps() -> None:
 def test_bfloat16_is_taken_where_the_gpu_computes_in_it(
     capability: float, lora: bool, said: dict[str, bool], expected: Any
 ) -> None:
-    from reshard.diagnosis.targets.environments import Environment, Gpu
+    from reshard.checks.environment import Environment, Gpu
 
     place = Environment({}, [Gpu("a GPU", capability, 1 << 34)], None, {})
     with planned_for(place):

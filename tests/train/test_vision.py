@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.targets.environments import Environment
+from reshard.checks.environment import Environment
 from reshard.training import trl
 from reshard.training.data import read_records
 from reshard.training.data.record_images import ImageViewer

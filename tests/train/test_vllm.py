@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from reshard.diagnosis.targets.environments import Environment, Gpu
+from reshard.checks.environment import Environment, Gpu
 from reshard.training.run import Run, RunProcesses
 from reshard.training.trl import vllm_checks
 from tests.serving import serving

@@ -10,10 +10,11 @@ from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.errors import ReshardError
 from reshard.base.options import About, takes_also
 from reshard.base.shared_options import OnBytesOption
+from reshard.checks.environment import look_around
 from reshard.checks.finding import Finding
 from reshard.diagnosis.diagnose_targets import diagnose
 from reshard.diagnosis.remedy_spelling import RunTools, spelled
-from reshard.diagnosis.targets.environments import diagnose_environment, look_around
+from reshard.diagnosis.targets.environments import diagnose_environment
 
 
 @dataclass(frozen=True, kw_only=True)

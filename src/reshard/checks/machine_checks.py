@@ -24,7 +24,7 @@ def environment_check(function: EnvironmentCheck) -> EnvironmentCheck:
     return function
 
 
-def facts_of(environment: Environment) -> Iterator[Violation]:
+def violations_of(environment: Environment) -> Iterator[Violation]:
     """All that is wrong with an environment."""
     for each in ENVIRONMENT_CHECKS:
         yield from each(environment)

@@ -15,7 +15,7 @@ from reshard.base.argument_checks import StrPath
 from reshard.base.foreign_text import escape, escape_lines
 from reshard.base.languages import LANGUAGES, Text, locale_language
 from reshard.base.options import About
-from reshard.checks.environment import ENVIRONMENT_PACKAGES
+from reshard.checks.environment import ENVIRONMENT_PACKAGES, Environment, look_around
 from reshard.checks.rules import rules
 from reshard.cli import asking
 from reshard.cli.asking import AskOptions
@@ -28,7 +28,7 @@ from reshard.diagnosis.diagnose_targets import bytes_of_logs, examine
 from reshard.diagnosis.entries.catalogue_entry import CatalogueEntry, catalogue, find
 from reshard.diagnosis.examination import Examination
 from reshard.diagnosis.remedy_spelling import RunTools, spelled
-from reshard.diagnosis.targets.environments import Environment, diagnose_environment, look_around
+from reshard.diagnosis.targets.environments import diagnose_environment
 
 LABELS = {
     "en": {"why": "why", "cure": "cure", "where": "where", "fixed": "fixed", "because": "because"}

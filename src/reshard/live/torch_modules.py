@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.tensors import Replica, Tensor
@@ -13,10 +13,11 @@ from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.commands.lazy import as_torch
 from reshard.commands.streaming import How, place, read
 from reshard.commands.weights import Weights
+from reshard.engines.megatron.fill_model import raw_elements
 from reshard.live.fillable import not_in_place, sharded_otherwise
 from reshard.model.model_sizes import is_mtp
 from reshard.transfer.compare import unequal_replicas
-from reshard.transfer.elements import RAW_DTYPES, castable
+from reshard.transfer.elements import castable
 from reshard.transfer.memory_budget import shared
 from reshard.transfer.plan import Planned
 from reshard.transfer.prefetch import WantedTensor
@@ -226,7 +227,7 @@ def _wanted(planned: Planned, target: _LocalTensor) -> WantedTensor:
     local = target.local
     view = planned.source()
     tensor = Tensor(_dtype_of(local), view[target.box] if target.box else view)
-    return WantedTensor(planned.name, tensor, _raw(local) if _is_direct(local) else None)
+    return WantedTensor(planned.name, tensor, raw_elements(local) if _is_direct(local) else None)
 
 
 def _is_direct(tensor: torch.Tensor) -> bool:
@@ -234,10 +235,3 @@ def _is_direct(tensor: torch.Tensor) -> bool:
     import torch
 
     return bool(tensor.device == torch.device("cpu") and tensor.is_contiguous())
-
-
-def _raw(tensor: torch.Tensor) -> Any:
-    """The elements of a contiguous tensor on the CPU as integers of the same width, sharing its memory."""
-    import torch
-
-    return tensor.reshape(-1).view(torch.uint8).numpy().view(RAW_DTYPES[tensor.element_size()])

@@ -36,9 +36,9 @@ def in_short(finding: Finding, severity: str | None = None) -> Problem:
     )
 
 
-def of_fact(fact: Violation, severity: str | None = None) -> Problem:
+def of_violation(violation: Violation, severity: str | None = None) -> Problem:
     """What a check found, as a problem of the run."""
-    return in_short(in_words(fact, [Location("environment", None, fact.shows)]), severity)
+    return in_short(in_words(violation, [Location("environment", None, violation.shows)]), severity)
 
 
 def lacking(

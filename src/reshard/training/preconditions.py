@@ -22,7 +22,7 @@ from reshard.training import data, output_folder
 from reshard.training.data.mix import DataMix, are_indexed
 from reshard.training.data.record_images import has_processor
 from reshard.training.engine_registry import engine_of
-from reshard.training.findings_as_problems import in_short, of_fact
+from reshard.training.findings_as_problems import in_short, of_violation
 from reshard.training.run import Run, config_of, read_record
 
 HARMLESS_CODES = (
@@ -38,14 +38,14 @@ HARMLESS_CODES = (
 def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
     """Problems of the environment that prevent this run with the engine; GPUs that torch cannot use."""
     if "use_cpu" not in run.options:
-        yield from (of_fact(fact, "warning") for fact in torch_without_cuda(environment))
+        yield from (of_violation(violation, "warning") for violation in torch_without_cuda(environment))
     yield from engine_of(run).looks.machine(run, options, environment)
 
 
 def ranks(processes: int, gpus: list[Gpu]) -> Iterator[Problem]:
     """A problem if this node has more processes than GPUs."""
     shows = f"--nproc {processes}, {len(gpus)} GPUs visible"
-    yield from map(of_fact, more_processes_than_gpus(processes, len(gpus), shows))
+    yield from map(of_violation, more_processes_than_gpus(processes, len(gpus), shows))
 
 
 def model(run: Run) -> Iterator[Problem]:

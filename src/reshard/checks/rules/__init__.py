@@ -93,9 +93,11 @@ def told(
     )
 
 
-def in_words(fact: Violation, places: Iterable[Location] = ()) -> Finding:
+def in_words(violation: Violation, places: Iterable[Location] = ()) -> Finding:
     """The finding of what a check found."""
-    return told(fact.code, places, fact.values, severity=fact.severity, certainty=fact.certainty)
+    return told(
+        violation.code, places, violation.values, severity=violation.severity, certainty=violation.certainty
+    )
 
 
 def told_at(found: RuleValues, target: str, line: int, said: str) -> Finding:

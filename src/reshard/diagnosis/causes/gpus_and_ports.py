@@ -86,10 +86,7 @@ def _counts(match: re.Match[str]) -> tuple[int, int]:
 
 
 def _ranks_that_say(said: str, log: Log) -> Iterator[int]:
-    for each in log.tracebacks:
-        rank = each.stream.rpartition("/")[2]
-        if each.said == said and rank.isdecimal():
-            yield int(rank)
+    return (each.rank for each in log.tracebacks if each.said == said and each.rank is not None)
 
 
 _TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use|invalid device ordinal|Duplicate GPU detected")

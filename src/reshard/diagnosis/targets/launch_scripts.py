@@ -80,7 +80,9 @@ def _problems(command: _Command) -> Iterator[Finding]:
     if machines == 1:
         processes = processes or command.number(_OF_ALL)
     gpus = len(re.findall(r"\d+", command.gpus))
-    yield from (in_words(fact, [command.place]) for fact in more_processes_than_gpus(processes or 1, gpus))
+    yield from (
+        in_words(violation, [command.place]) for violation in more_processes_than_gpus(processes or 1, gpus)
+    )
     splits = {match[1]: command.value(match[2]) or 0 for match in _SPLITS.finditer(command.text)}
     product, world = prod(splits.values()), (processes or 0) * (machines or 0)
     if world and product and world % product:

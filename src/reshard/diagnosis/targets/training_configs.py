@@ -121,7 +121,7 @@ def _fsdp(config: ConfigText) -> Iterator[Finding]:
 
 def _without_bf16(place: Location) -> Iterator[Finding]:
     """A setting that the GPUs of this machine cannot follow."""
-    return (in_words(fact, [place]) for fact in without_bf16(find_gpus()[0]))
+    return (in_words(violation, [place]) for violation in without_bf16(find_gpus()[0]))
 
 
 # ------------------------------------------------------------------------------------------------- DeepSpeed
@@ -142,8 +142,8 @@ def _precisions(config: ConfigText) -> Iterator[Finding]:
         f"{name}.enabled" if isinstance(config.get(name), Mapping) else name for name in ("fp16", "bf16")
     )
     on = [key.partition(".")[0] for key in (half, brain) if truth(config.get(key))]
-    for fact in several(on):
-        yield in_words(fact, [config.changed(half, False), config.place(brain)])
+    for violation in several(on):
+        yield in_words(violation, [config.changed(half, False), config.place(brain)])
 
 
 def _batch(config: ConfigText) -> Iterator[Finding]:
@@ -179,7 +179,7 @@ def _groups(config: ConfigText) -> Iterator[Finding]:
     if numbers := grpo.numbers_of(config.content) if is_grpo else None:
         key, value = grpo.better(numbers)
         place = config.changed(key, value) if value else config.place(key)
-        yield from (in_words(fact, [place]) for fact in grpo.cut_groups(numbers))
+        yield from (in_words(violation, [place]) for violation in grpo.cut_groups(numbers))
 
 
 CONFIG_CHECKS: dict[str, tuple[Callable[[ConfigText], Iterator[Finding]], ...]] = {

@@ -142,7 +142,7 @@ def groups_of_grpo(source: Script) -> Iterator[Finding]:
     for call in source.find("GRPOConfig"):
         if numbers := grpo.numbers_of({key: _number(call, key) for key in grpo.GRPO_OPTIONS}):
             place = _spot(source, call, *grpo.better(numbers))
-            yield from (in_words(fact, [place]) for fact in grpo.cut_groups(numbers))
+            yield from (in_words(violation, [place]) for violation in grpo.cut_groups(numbers))
 
 
 def _number(call: Call, key: str) -> object:

@@ -86,13 +86,13 @@ def _copy(held: Shard, tensor: Any, gatherer: Gatherer) -> None:
     kind = dtype(str(tensor.dtype).removeprefix("torch."))
     target = tensor.detach()
     direct = target.device.type == "cpu" and target.is_contiguous()
-    raw = _raw(target) if direct else np.empty(held.numel, RAW_DTYPES[kind.itemsize])
+    raw = raw_elements(target) if direct else np.empty(held.numel, RAW_DTYPES[kind.itemsize])
     gatherer.fill(held.source().pieces, kind, raw)
     if not direct:
         target.copy_(torch.from_numpy(raw.view(np.uint8)).view(target.dtype).view(target.shape))
 
 
-def _raw(tensor: Any) -> Any:
+def raw_elements(tensor: Any) -> Any:
     """The elements of a contiguous tensor on the CPU as integers of the same width, sharing its memory."""
     import torch
 
@@ -101,4 +101,4 @@ def _raw(tensor: Any) -> Any:
 
 def checksum(tensor: Any) -> int:
     """The CRC32 of the bytes of a live tensor."""
-    return int(crc32(_raw(tensor.detach().contiguous().cpu()).view(np.uint8).data))
+    return int(crc32(raw_elements(tensor.detach().contiguous().cpu()).view(np.uint8).data))

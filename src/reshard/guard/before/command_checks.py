@@ -178,10 +178,10 @@ def _with_groups(command: TrainingCommand, findings: list[Finding]) -> list[Find
     numbers = grpo.numbers_of(given) if given and command.launcher else None
     if numbers is None:
         return findings
-    facts = grpo.cut_groups(numbers, command.processes * command.nodes)
+    violations = grpo.cut_groups(numbers, command.processes * command.nodes)
     return [
         *(each for each in findings if each.code not in GRPO_CODES),
-        *(in_words(fact, places) for fact in facts),
+        *(in_words(violation, places) for violation in violations),
     ]
 
 

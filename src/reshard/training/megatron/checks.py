@@ -17,7 +17,7 @@ from reshard.formats.megatron.supported_layouts import SHARED_GROUPS, shares_gro
 from reshard.guard.end.completeness import SAVED_FILE
 from reshard.model.described_checkpoint import describe
 from reshard.model.resolve import resolve
-from reshard.training.findings_as_problems import lacking, of_fact
+from reshard.training.findings_as_problems import lacking, of_violation
 from reshard.training.megatron.options import read
 from reshard.training.megatron.sharded_weights import layout_of
 from reshard.training.run import Run
@@ -41,7 +41,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
         return
     half = options.get("bf16") is not False and not options.get("fp16") and not options.get("fp32")
     if half or options.get("attention_backend") == "flash":
-        yield from (of_fact(fact, "error") for fact in old_gpus(environment))
+        yield from (of_violation(violation, "error") for violation in old_gpus(environment))
 
 
 def model(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:

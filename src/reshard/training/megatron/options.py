@@ -17,7 +17,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.checks.precision import several
 from reshard.training.dataclass_fields import kind, typed
 from reshard.training.engine import EngineOption
-from reshard.training.findings_as_problems import of_fact
+from reshard.training.findings_as_problems import of_violation
 from reshard.training.megatron.core_fields import all_fields
 from reshard.training.megatron.refused_options import missing, passes, refused
 from reshard.training.option_checks import mistyped, without_evaluation, without_lora, wrong_numbers
@@ -299,7 +299,7 @@ _NOT_NEGATIVE = (
 def _contradictions(options: MegatronOptions) -> Any:
     values: Mapping[str, Any] = options.as_dict()
     yield from wrong_numbers(values, positive=_POSITIVE, not_negative=_NOT_NEGATIVE)
-    yield from map(of_fact, several([f"--{name}" for name in ("bf16", "fp16", "fp32") if values[name]]))
+    yield from map(of_violation, several([f"--{name}" for name in ("bf16", "fp16", "fp32") if values[name]]))
     if options.lr_warmup_init > options.rate > 0:
         yield Problem(
             "megatron-warm-up-falls",

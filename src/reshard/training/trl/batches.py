@@ -11,7 +11,7 @@ from reshard.base.errors import Problem, ReshardError, when
 from reshard.checks import grpo
 from reshard.folders.companions import CONFIG
 from reshard.training.engine import StateBytes, StepCounts
-from reshard.training.findings_as_problems import of_fact
+from reshard.training.findings_as_problems import of_violation
 from reshard.training.methods import generates, is_rewarded
 from reshard.training.run import Run
 
@@ -113,8 +113,8 @@ def _groups(run: Run, options: Mapping[str, Any], world_size: int) -> Iterator[P
     numbers, replicas = grpo.numbers_of(options) or {}, run.layout.replicas(world_size)
     total, group = grpo.generated(numbers, replicas), numbers["num_generations"]
     found = f"{total} completions on {replicas} ranks with different data, groups of {group}"
-    for fact in grpo.cut_groups(numbers, replicas):
-        yield replace(of_fact(fact), file=None, found=found)
+    for violation in grpo.cut_groups(numbers, replicas):
+        yield replace(of_violation(violation), file=None, found=found)
     if run.eval_data is None or str(options["eval_strategy"]) == "no":
         return
     group = int(options["num_generations_eval"] or options["num_generations"])

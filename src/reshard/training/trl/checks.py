@@ -19,10 +19,10 @@ from reshard.base.argument_checks import truth
 from reshard.base.errors import Problem, ReshardError, when
 from reshard.base.languages import Text
 from reshard.checks.environment import Environment
-from reshard.checks.machine_checks import facts_of, old_gpus
+from reshard.checks.machine_checks import old_gpus, violations_of
 from reshard.folders.companions import CONFIG
 from reshard.training import rewards
-from reshard.training.findings_as_problems import in_short, of_fact, version_of
+from reshard.training.findings_as_problems import in_short, of_violation, version_of
 from reshard.training.option_checks import mistyped, without_package
 from reshard.training.run import Run, config_of
 from reshard.training.trl import vllm_checks
@@ -85,11 +85,15 @@ def _first_qwen(run: Run) -> Problem:
 
 def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
     """Problems of the environment that affect this run."""
-    yield from (of_fact(fact) for fact in facts_of(environment) if fact.code in ENVIRONMENT_CODES)
+    yield from (
+        of_violation(violation)
+        for violation in violations_of(environment)
+        if violation.code in ENVIRONMENT_CODES
+    )
     yield from variables(run, options, environment.variables)
     half = options.get("bf16") or str(options.get("attn_implementation")).startswith("flash")
     if half and environment.gpus and not options.get("use_cpu"):
-        yield from (of_fact(fact, "error") for fact in old_gpus(environment))
+        yield from (of_violation(violation, "error") for violation in old_gpus(environment))
 
 
 def model(run: Run) -> Iterator[Problem]:

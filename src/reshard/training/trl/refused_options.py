@@ -12,7 +12,7 @@ from reshard.checks.precision import several
 from reshard.families.config_map import EXPERT_COUNT_KEYS
 from reshard.families.outer_model import language_config
 from reshard.training import signals
-from reshard.training.findings_as_problems import of_fact
+from reshard.training.findings_as_problems import of_violation
 from reshard.training.option_checks import (
     impossible,
     not_passed_on,
@@ -111,7 +111,7 @@ def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
     if teacher := TRL_METHODS[run.method].teacher:
         yield from _teacher(run, teacher, typed.get(teacher))
     yield from _without_evaluation(run, typed)
-    yield from map(of_fact, several([f"--{name}" for name in ("bf16", "fp16") if typed.get(name)]))
+    yield from map(of_violation, several([f"--{name}" for name in ("bf16", "fp16") if typed.get(name)]))
 
 
 _POSITIVE = (
