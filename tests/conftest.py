@@ -8,6 +8,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import partial
@@ -33,6 +34,12 @@ def pytest_collection_finish() -> None:
     """Collect garbage in the tests, but not what was imported for them."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """End the process from which ranks were forked: it would outlive a process of pytest-xdist."""
+    if warm := sys.modules.get("tests.genuine.warm"):
+        warm.close()
 
 
 # Before any test imports torch: ranks are processes, and there are more of them than cores.

@@ -27,6 +27,13 @@ def _server() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=spawned, initializer=session._import_all)
 
 
+def close() -> None:
+    """End the small process, if there is one."""
+    if _server.cache_info().currsize:
+        _server().shutdown()
+        _server.cache_clear()
+
+
 def _is_pytest() -> bool:
     """Whether this process runs the tests, and is not one that they started."""
     return "pytest" in sys.modules and multiprocessing.parent_process() is None
