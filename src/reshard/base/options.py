@@ -86,6 +86,8 @@ class About:
     """The flag, if it is not the name of the field."""
     expected: str = ""
     """What a value is, in the message about one that is not."""
+    only_reads: bool = False
+    """Whether it only says how a source is read, and asks for no other output."""
     typed: bool = True
     """Whether it is on the command line too."""
     also: str | None = None

@@ -25,6 +25,7 @@ class StepOption:
             "N|release",
             choices=("release",),
             expected="a step number",
+            only_reads=True,
         ),
     ] = None
 

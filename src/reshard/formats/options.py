@@ -65,7 +65,13 @@ class Reading(DtypeOption, BaseOption):
 
     family: Annotated[
         str | None,
-        About("Model family of SRC, overriding its config.", "NAME", names="family", group=ADVANCED),
+        About(
+            "Model family of SRC, overriding its config.",
+            "NAME",
+            names="family",
+            group=ADVANCED,
+            only_reads=True,
+        ),
     ] = None
     strip: Annotated[
         tuple[str, ...],
@@ -173,9 +179,12 @@ class Output:
             "Which to believe where config.json and the arguments in a Megatron checkpoint disagree.",
             choices=("checkpoint", "config"),
             group=ADVANCED,
+            only_reads=True,
         ),
     ] = "checkpoint"
-    no_tokenizer: Annotated[bool, About("Continue without a tokenizer.", group=ADVANCED)] = False
+    no_tokenizer: Annotated[bool, About("Continue without a tokenizer.", group=ADVANCED, only_reads=True)] = (
+        False
+    )
 
     @cached_property
     def layout(self) -> Layout:

@@ -14,6 +14,7 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Replica
 from reshard.base.errors import Problem, ReshardError, along_with
+from reshard.base.options import options_of
 from reshard.base.plain_json import to_json
 from reshard.families.family import MCORE
 from reshard.folders import companions
@@ -168,9 +169,8 @@ def _format(source: Path, checkpoint: Checkpoint, kind: CheckpointKind, options:
 
 def _changes_anything(options: ConversionOptions) -> bool:
     """Whether the options ask for another output than a copy of the source; how it is read changes nothing."""
-    read = ("iteration", "family", "trust", "no_tokenizer", "beside")
-    plain = {name: getattr(ConversionOptions(), name) for name in read}
-    return replace(options, **plain).meant != ConversionOptions().meant
+    plain = {each.name: each.default for each in options_of(ConversionOptions) if each.about.only_reads}
+    return replace(options, **plain, beside={}).meant != ConversionOptions().meant
 
 
 def _target(
