@@ -172,7 +172,7 @@ def test_average_takes_what_convert_takes() -> None:
     averaged, converted = ({*inspect.signature(each).parameters} for each in (api.average, api.convert))
     assert averaged - converted == {"weights"}
     assert converted - averaged == {
-        *("iteration", "merge", "adapter", "lora_alpha", "adapter_for", "with_optimizer")
+        *("iteration", "merge", "adapter", "lora_alpha", "adapter_for", "with_optimizer", "state_dict")
     }
     options = {each.name for each in command("average").params} - {"quiet", "json_output", "debug"}
     assert options - {"ckpts"} == averaged - {

@@ -175,8 +175,8 @@ def test_foreign_text_is_no_markup(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("verify", "A", "--html", "p.html"), "pass both"),
-        (("verify", "A", "B", "--proof", "--html", "p.html"), "without --proof"),
+        (("verify", "A", "--html", "p.html"), "compare both"),
+        (("verify", "A", "B", "--proof", "--html", "p.html"), "compare both"),
         (("inspect", "A", "B", "--html", "p.html"), "pass one PATH"),
         (("inspect", "A", "--html", "absent/p.html"), "the page cannot be written"),
         (("verify", "A", "B", "--html", "absent/p.html"), "the page cannot be written"),

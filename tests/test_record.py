@@ -174,7 +174,7 @@ def test_a_folder_without_a_record_is_told(written: Path) -> None:
         result = reshard("verify", written)
         assert result.code == 2 and "Traceback" not in result.err
     result = reshard("verify", written, "--logits")
-    assert result.code == 2 and "pass B" in result.err
+    assert result.code == 2 and "pass the other one too" in result.err
 
 
 def test_a_read_that_gives_fewer_bytes_is_no_other_content(

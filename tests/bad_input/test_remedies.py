@@ -41,6 +41,8 @@ NOT_HERE = {
         notebook-unreadable shell-unknown
         stdin-empty stdin-not-text target-empty target-not-a-regular-file target-not-text""",
     "a terabyte": "vocabulary-padded-too-far",
+    "the arguments of another script (tests/test_dropins.py)": """
+        drop-in-adapter drop-in-backend-differs drop-in-vocabulary-differs""",
     "a server that is asked (tests/doctor/test_ask.py), or a client of agents (tests/test_mcp.py)": """
         ask-answer ask-no-answer ask-refused ask-url path-outside-folders tool-without-answer""",
 }

@@ -109,7 +109,7 @@ def test_weights_over_the_limit_of_a_file_are_in_shards_and_as_readable_as_the_f
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(checkpoint_saving, "SHARD", 1 << 16)
+    monkeypatch.setattr("reshard.formats.options.SHARD_SIZE", "64KiB")
     model, folder = AutoModelForCausalLM.from_pretrained(tiny()), tmp_path / "saved"
     checkpoint_saving.write(Run("sft", tiny(), tmp_path, tmp_path), model, None, folder)
     files = sorted(folder.glob("*.safetensors"))
