@@ -92,7 +92,7 @@ def is_everywhere(found: dict[str, Any]) -> bool:
 def test_an_option_of_convert(hf_model: Callable[..., Path], tmp_path: Path) -> None:
     model, out = hf_model("qwen3"), tmp_path / "out"
     words = ("convert", model, out, "--to", "megatron")
-    assert is_everywhere(tried(tmp_path / "how", "commands/options.py", "How", *words, "--dry-run"))
+    assert is_everywhere(tried(tmp_path / "how", "commands/options.py", "RunOptions", *words, "--dry-run"))
     assert is_everywhere(tried(tmp_path / "what", "formats/options.py", "Output", *words))
     recorded = json.loads((out / "reshard.json").read_text(encoding="utf-8"))
     assert recorded["options"]["spare"] == 5

@@ -14,7 +14,7 @@ from reshard.base.exceptions_to_problems import for_users
 from reshard.base.options import About
 from reshard.commands.conversion import Conversion
 from reshard.commands.names import NAMES
-from reshard.commands.options import How
+from reshard.commands.options import RunOptions
 from reshard.formats.options import AverageOf, Output, Reading
 from reshard.stores import source_path
 
@@ -37,7 +37,7 @@ class Weighting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AverageOptions(How, Reading, Output, Weighting):
+class AverageOptions(RunOptions, Reading, Output, Weighting):
     """Options of `average`: those of `convert` that do not belong to one checkpoint, and the weights."""
 
     HELP: ClassVar = {

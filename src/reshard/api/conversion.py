@@ -12,7 +12,7 @@ from reshard.base.options import part_of, with_options
 from reshard.commands import conversion
 from reshard.commands.conversion import Conversion
 from reshard.commands.names import NAMES
-from reshard.commands.options import ConvertOptions, How
+from reshard.commands.options import ConvertOptions, RunOptions
 from reshard.formats.options import AverageOf, ConversionOptions
 from reshard.stores import source_path, typed_path
 
@@ -70,7 +70,7 @@ def convert(src: StrPath | AverageOf, dst: StrPath, **given: Any) -> Conversion:
     arguments.path("dst", dst)
     asked = ConvertOptions(**arguments.options(ConvertOptions, _with_bar(given)), average=average)
     return conversion.convert(
-        source_path(source), typed_path(dst), part_of(ConversionOptions, asked), part_of(How, asked)
+        source_path(source), typed_path(dst), part_of(ConversionOptions, asked), part_of(RunOptions, asked)
     )
 
 

@@ -10,7 +10,7 @@ from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.shared_options import MemoryOption
 from reshard.commands.lazy import Array, Index, LazyTensor, as_numpy, as_torch
-from reshard.commands.streaming import ORDERS, How, Selection, streamed
+from reshard.commands.streaming import ORDERS, ReadOptions, Selection, streamed
 from reshard.commands.weights import Weights
 
 FRAMEWORKS = ("numpy", "torch")
@@ -101,7 +101,7 @@ def stream(
     selection = Selection(names, boxes, experts)
     selection.of(weights)  # raises for unknown names before anything is read
     verify = selection.is_everything if verify is None else verify
-    found = streamed(weights, selection, order, How(allowed, workers, verify))
+    found = streamed(weights, selection, order, ReadOptions(allowed, workers, verify))
     return _arrays(found) if framework == "numpy" else _torch_tensors(found)
 
 

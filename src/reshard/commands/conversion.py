@@ -14,7 +14,7 @@ from reshard.base.errors import Problem, ReshardError, size
 from reshard.cluster import executors
 from reshard.cluster.distribute import spread
 from reshard.cluster.part_worker import PartWorker, absolute, identity_of
-from reshard.commands.options import How
+from reshard.commands.options import RunOptions
 from reshard.folders.companions import RECORD
 from reshard.formats import named_by, writable, written
 from reshard.formats.options import ConversionOptions
@@ -93,9 +93,11 @@ class Conversion:
         }
 
 
-def convert(source: Path, target: Path, options: ConversionOptions, how: How | None = None) -> Conversion:
+def convert(
+    source: Path, target: Path, options: ConversionOptions, how: RunOptions | None = None
+) -> Conversion:
     """Plan, check and convert. `target` appears when it is complete, or stays as it was. Raises ReshardError."""
-    how = how or How()
+    how = how or RunOptions()
     how.check(target)
     options = _for_target(options, target)
     given = options
@@ -169,7 +171,7 @@ def _for_target(options: ConversionOptions, target: Path) -> ConversionOptions:
     return replace(options, to=format)
 
 
-def _single(plan: Plan, target: Path, how: How) -> str | None:
+def _single(plan: Plan, target: Path, how: RunOptions) -> str | None:
     """The only file of a plan, if the destination has the name of one. Raises ReshardError if it cannot be one."""
     if not plan.suffix or target.suffix != plan.suffix or target.is_dir():
         return None
@@ -192,7 +194,7 @@ def _single(plan: Plan, target: Path, how: How) -> str | None:
     return files[0]
 
 
-def _also_in_the_way(source: Path, target: Path, how: How) -> list[Problem]:
+def _also_in_the_way(source: Path, target: Path, how: RunOptions) -> list[Problem]:
     """Problems of the destination that can be found without a plan."""
     if how.overwrite or isinstance(target, StorePath) or isinstance(source, StorePath):
         return []
@@ -212,7 +214,7 @@ class _Work:
     part: int
     journal: Journal
     facts: Mapping[str, Any]
-    how: How
+    how: RunOptions
     single: str | None = None
 
     def done_by(self, source: Path, options: ConversionOptions) -> RunTotals:

@@ -20,7 +20,7 @@ from reshard.transfer.staging import OnResume
 
 
 @dataclass(frozen=True, kw_only=True)
-class How(OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
+class RunOptions(OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
     """How a conversion runs, and its callbacks. The bytes of the output do not depend on any of this.
 
     With `on`, other machines do the work (`cluster/executors.py` lists them), and `workers` and `memory` apply to each
@@ -137,5 +137,5 @@ class How(OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions(How, ConversionOptions):
+class ConvertOptions(RunOptions, ConversionOptions):
     """All options of `reshard convert`."""

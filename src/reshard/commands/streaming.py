@@ -97,7 +97,7 @@ def _is_stacked(tensor: LazyTensor | Planned) -> bool:
 
 
 @dataclass(frozen=True)
-class How:
+class ReadOptions:
     """How to read: the limit of memory in bytes, the number of threads, and whether to compare what is there twice.
 
     `verify` compares all CRC32s that the files record, and tensors that are stored more than once.
@@ -109,7 +109,7 @@ class How:
 
 
 def streamed(
-    weights: Weights, selection: Selection, order: str, how: How
+    weights: Weights, selection: Selection, order: str, how: ReadOptions
 ) -> Iterator[tuple[LazyTensor, Array]]:
     """Each selected tensor with its raw elements. Raises ReshardError, at the latest when all are read."""
     chosen = selection.of(weights)
@@ -123,7 +123,7 @@ def streamed(
 def read(
     weights: Weights,
     wanted: Sequence[WantedTensor],
-    how: How,
+    how: ReadOptions,
     on_read: Callable[[int], None] = lambda nbytes: None,
 ) -> Iterator[tuple[str, Array]]:
     """The raw elements of some tensors of a checkpoint, in this order.

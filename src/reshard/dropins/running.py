@@ -12,7 +12,7 @@ from reshard.base.errors import ReshardError
 from reshard.cli import main
 from reshard.cli.convert import shown
 from reshard.commands.conversion import Conversion, convert
-from reshard.commands.options import How
+from reshard.commands.options import RunOptions
 from reshard.formats.options import ConversionOptions
 from reshard.transfer.plan import Plan
 
@@ -42,7 +42,7 @@ def convert_as_asked(
             check(plan)
             on_plan(plan)
 
-        return convert(source, target, options, How(on_plan=planned, **how, **hooks))
+        return convert(source, target, options, RunOptions(on_plan=planned, **how, **hooks))
 
     shown(converted, target, quiet=False, json_output=False)
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import ReshardError
-from reshard.commands.streaming import How
+from reshard.commands.streaming import ReadOptions
 from reshard.commands.weights import Weights
 from reshard.live.torch_modules import load_into
 
@@ -21,7 +21,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def from_pretrained(
-    weights: Weights, auto: Any, how: How, *, trust_remote_code: bool, **build: Any
+    weights: Weights, auto: Any, how: ReadOptions, *, trust_remote_code: bool, **build: Any
 ) -> PreTrainedModel:
     """The model of a checkpoint, in evaluation mode. Raises ReshardError.
 

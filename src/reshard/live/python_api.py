@@ -10,7 +10,7 @@ from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.errors import ReshardError
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.shared_options import MemoryOption
-from reshard.commands.streaming import How
+from reshard.commands.streaming import ReadOptions
 from reshard.commands.weights import Weights
 from reshard.live import megatron_chunks, pretrained, torch_modules
 from reshard.live.fillable import is_module
@@ -155,13 +155,13 @@ def _read(
     workers: int | None,
     verify: bool,
     opening: dict[str, Any],
-) -> tuple[How, Weights]:
+) -> tuple[ReadOptions, Weights]:
     """How to read, and what. Raises ReshardError for wrong arguments."""
     allowed = given.size("--memory", memory)
     given.counted("workers", workers)
     given.switches(verify=verify)
     weights = opened(given, path, opening)
-    return How(allowed, workers, verify), weights
+    return ReadOptions(allowed, workers, verify), weights
 
 
 def _kind(module: Any) -> str:

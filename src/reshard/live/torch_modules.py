@@ -11,7 +11,7 @@ from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.commands.lazy import as_torch
-from reshard.commands.streaming import How, place, read
+from reshard.commands.streaming import ReadOptions, place, read
 from reshard.commands.weights import Weights
 from reshard.engines.megatron.fill_model import raw_elements
 from reshard.live.fillable import not_in_place, sharded_otherwise
@@ -60,7 +60,7 @@ class _LocalTensor(NamedTuple):
         return local.detach()
 
 
-def load_into(module: torch.nn.Module, weights: Weights, how: How) -> LoadedTensors:
+def load_into(module: torch.nn.Module, weights: Weights, how: ReadOptions) -> LoadedTensors:
     """Fill all parameters and persistent buffers of a module. Raises ReshardError naming all that do not fit.
 
     Of a DTensor, only this rank's part is read. Values are cast to the dtype of the module's tensor.

@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.commands.conversion import Conversion, convert
-from reshard.commands.options import How
+from reshard.commands.options import RunOptions
 from reshard.formats import huggingface, open_checkpoint
 from reshard.guard.end.acceptance import Origin
 from reshard.guard.end.completeness import RUN_RECORD
@@ -106,7 +106,7 @@ def export(
     """Convert a checkpoint of a run to a Hugging Face folder or a PEFT adapter, by the record stored in it.
 
     `dtype` is that of the base by default. `merge` merges the adapter of a LoRA run into its base; `how` are fields of
-    `conversion.How`. Raises ReshardError if there is no record.
+    `RunOptions`. Raises ReshardError if there is no record.
     """
     run, opened = Run.read(checkpoint / RUN_RECORD), open_checkpoint(checkpoint)
     if run.lora and opened.format == huggingface.NAME:
@@ -123,4 +123,4 @@ def export(
         no_tokenizer=False,
         beside={**options.beside, RUN_RECORD: checkpoint / RUN_RECORD},
     )
-    return convert(checkpoint, destination, options, How(**how))
+    return convert(checkpoint, destination, options, RunOptions(**how))

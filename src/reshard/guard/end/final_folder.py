@@ -11,7 +11,7 @@ from typing import Any
 from reshard import adapters
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.commands.conversion import Conversion, convert
-from reshard.commands.options import How
+from reshard.commands.options import RunOptions
 from reshard.folders.base_hints import BASE, find_hints
 from reshard.folders.companions import CONFIG, find_companions
 from reshard.formats import open_checkpoint
@@ -115,7 +115,7 @@ def _checks(found: FoundCheckpoint, draft: Path, ask: FinalRequest) -> Iterator[
 
     def make() -> Conversion:
         options = options_for(checkpoint, base, merge=ask.merge, is_adapter=is_adapter)
-        return convert(found.path, draft, options, How())
+        return convert(found.path, draft, options, RunOptions())
 
     yield from made(make, found.path, draft, Origin(base, ask.trust), is_adapter=is_adapter and not ask.merge)
 
