@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
+import reshard.formats  # noqa: F401  which declares the names of the files that are fetched
 from reshard.base.errors import ReshardError, size
 from reshard.stores.checkpoint_names import declared
 from reshard.stores.hub import HubStore, cached, url_of

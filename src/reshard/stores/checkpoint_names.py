@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 Named = Callable[[Any], Iterable[str]]
@@ -41,6 +40,5 @@ def declare(names: Callable[[], FileNames]) -> None:
 
 def declared() -> FileNames:
     """The names that formats have declared, which they do when `reshard.formats` is imported."""
-    if not _declarations:
-        import_module("reshard.formats")  # by name: stores are below formats
+    assert _declarations, "import reshard.formats before paths in stores are read"
     return _declarations[0]()

@@ -162,19 +162,19 @@ def _downloaded(given: GivenOptions, note: Callable[[str], None]) -> GivenOption
 
 def _on_hub(typed: str, revision: str | None) -> str | None:
     """The URL of a Hub model, if the argument names one. Raises ReshardError for a revision of a local folder."""
-    if not typed.startswith("hf://"):
-        from reshard.stores import hub
+    from reshard.hub.pull import typed_url
+    from reshard.stores import hub
 
-        if not hub.may_have(typed):
-            if revision in (None, "main"):
-                return None
-            raise ReshardError(
-                "revision-of-a-folder",
-                "only Hub models have revisions",
-                file=typed,
-                found=f"--model-revision {revision}",
-                remedy="leave it out, or pass the Hub id of the model",
-            )
+    if not typed.startswith("hf://") and not hub.may_have(typed):
+        if revision in (None, "main"):
+            return None
+        raise ReshardError(
+            "revision-of-a-folder",
+            "only Hub models have revisions",
+            file=typed,
+            found=f"--model-revision {revision}",
+            remedy="leave it out, or pass the Hub id of the model",
+        )
     if revision and "@" in typed:
         raise ReshardError(
             "revision-given-twice",
@@ -182,8 +182,6 @@ def _on_hub(typed: str, revision: str | None) -> str | None:
             found=f"--model {typed} --model-revision {revision}",
             remedy="leave out --model-revision",
         )
-    from reshard.hub.pull import typed_url
-
     return typed_url(typed, revision)
 
 
