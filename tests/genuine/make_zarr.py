@@ -54,7 +54,7 @@ def _make_here(name: str, out: Path, *, optimizer: bool) -> None:
         from tests.genuine import fake_te
 
         fake_te.install()
-    megatron.VARIANTS[name] = variant(name, optimizer=optimizer)
+    megatron.ALL[name] = variant(name, optimizer=optimizer)
     megatron._make_here(name, out)
 
 
