@@ -166,6 +166,10 @@ def inspect_checkpoint(
         problems += absent
     except ReshardError as error:
         problems = list(dict.fromkeys([*problems, *error.problems]))
+    command = ""
+    if plain is not None and not unfit:
+        needed_bases = list(bases.values()) if absent else None
+        command = _next_command(checkpoint, path, model, problems, needed_bases)
     return Inspection(
         checkpoint=checkpoint,
         family=model.family.name if model else _declared_type(checkpoint),
@@ -173,9 +177,7 @@ def inspect_checkpoint(
         model=model,
         problems=problems,
         notes=notes,
-        next=""
-        if unfit or plain is None
-        else _next_command(checkpoint, path, model, problems, list(bases.values()) if absent else None),
+        next=command,
         hints=[str(hint) for hint in hints],
     )
 

@@ -103,7 +103,9 @@ class Change(NamedTuple):
     @property
     def relative(self) -> float:
         """‖a-b‖ / ‖a‖ over all elements; 0 if nothing changed, infinite if all elements of a are zero."""
-        return sqrt(self.moved / self.norm) if self.norm else inf if self.moved else 0.0
+        if self.norm:
+            return sqrt(self.moved / self.norm)
+        return inf if self.moved else 0.0
 
 
 @dataclass(repr=False)
