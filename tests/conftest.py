@@ -24,7 +24,7 @@ from tests.jobs import PARTS, is_in
 if TYPE_CHECKING:
     from tests.genuine.megatron import Genuine
 
-pytest_plugins = ("tests.summary",)
+pytest_plugins = ("tests.core", "tests.summary")
 
 # Importing torch and transformers makes a million objects, which the collector would examine again and again.
 gc.disable()

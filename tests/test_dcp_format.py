@@ -85,6 +85,7 @@ def save(state: dict[str, Any], folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.core("fsdp2-tp", "trainer-2", "fsdp2-flat")
 def test_transformers_computes_what_the_engine_computed(
     kind: str, saved: Callable[[str], Path], hf_model: Maker, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def test_demo_runs_every_station(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").exists()
 
 
+@pytest.mark.slow
 def test_demo_ends_at_the_station_that_fails(tmp_path: Path) -> None:
     (tmp_path / "model").write_text("where the first station wants to make a folder")
     done = demo(tmp_path, steps=4)

@@ -109,6 +109,7 @@ def test_four_bits_with_zero_points(method: str, hf_model: Models, tmp_path: Pat
 @pytest.mark.parametrize("memory", [None, "24MiB"])
 @pytest.mark.parametrize("bits", [2, 3, 5, 8])
 @pytest.mark.parametrize("method", ["gptq", "auto_round:auto_gptq", "auto_round"])
+@pytest.mark.core("*-None")
 def test_other_bits_with_zero_points(
     method: str, bits: int, memory: str | None, hf_model: Models, tmp_path: Path
 ) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -87,27 +86,19 @@ def converted(hf_model: Models, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return get
 
 
-SLOW = pytest.mark.slow
-EACH_ONCE = {"megatron": WIDE, "megatron-legacy": DEEP}
-"""Every format and every layout once; the other pairs are for `make test-all`."""
-# One family for each way in which megatron-core computes. `make test` has every family once; the other formats and
-# layouts of the others are for `make test-all`.
 MECHANISMS = ("llama", "qwen3_moe", "deepseek_v3_mtp", "gpt_oss", "qwen3_next")
-
-
-def case(name: str, *values: Any, fast: bool = False) -> Any:
-    """A case of every test run for the families in `MECHANISMS`, or if `fast`; otherwise of the slow tests."""
-    return pytest.param(name, *values, marks=() if fast or name in MECHANISMS else pytest.mark.slow)
+"""One family for each way in which megatron-core computes."""
+OTHERS = [name for name in VARIANTS if name not in MECHANISMS]
 
 
 @pytest.mark.parametrize(
     "name, to, layouts",
-    [
-        pytest.param(name, to, layouts, marks=() if name in MECHANISMS and EACH_ONCE[to] is layouts else SLOW)
-        for name, to in CASES
-        for layouts in (WIDE, DEEP)
-    ],
+    [(name, to, layouts) for name, to in CASES for layouts in (WIDE, DEEP)],
     ids=[f"{name}-{to}-{shape}" for name, to in CASES for shape in ("wide", "deep")],
+)
+@pytest.mark.core(
+    *("llama-megatron-wide", "llama-megatron-legacy-deep", "qwen3_moe-megatron-legacy-deep"),
+    *("deepseek_v3_mtp-megatron-wide", "gpt_oss-megatron-legacy-deep", "qwen3_next-megatron-wide"),
 )
 def test_megatron_computes_the_same_at_the_layout_that_was_written(
     name: str,
@@ -120,7 +111,7 @@ def test_megatron_computes_the_same_at_the_layout_that_was_written(
     assert_agree(result.logits, by_transformers(hf_model(name)))
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in MECHANISMS])
+@pytest.mark.parametrize("name", OTHERS)
 def test_megatron_computes_the_same_on_one_rank(
     name: str, hf_model: Models, converted: Callable[..., Path]
 ) -> None:
@@ -129,7 +120,8 @@ def test_megatron_computes_the_same_on_one_rank(
     assert_agree(result.logits, by_transformers(hf_model(name)))
 
 
-@pytest.mark.parametrize("name", [case(name) for name in VARIANTS])
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.core("qwen3_moe", "deepseek_v3_mtp")
 def test_megatron_computes_the_same_at_another_layout(
     name: str, hf_model: Models, converted: Callable[..., Path]
 ) -> None:
@@ -138,7 +130,8 @@ def test_megatron_computes_the_same_at_another_layout(
     assert_agree(judged_by_megatron(converted(name, "megatron", DEEP[name]), Layout()).logits, expected)
 
 
-@pytest.mark.parametrize("name, to", [case(name, to) for name, to in CASES])
+@pytest.mark.parametrize("name, to", CASES)
+@pytest.mark.core("llama-megatron", "qwen3_moe-megatron-legacy", "qwen3_next-megatron")
 def test_modules_of_transformer_engine_find_all_their_keys(
     name: str, to: str, converted: Callable[..., Path], transformer_engine: Executor
 ) -> None:
@@ -148,7 +141,7 @@ def test_modules_of_transformer_engine_find_all_their_keys(
     assert (result.missing, result.unexpected, result.other) == ((), (), ())
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in MECHANISMS])
+@pytest.mark.parametrize("name", OTHERS)
 def test_modules_of_transformer_engine_find_all_their_keys_on_one_rank(
     name: str, converted: Callable[..., Path], transformer_engine: Executor
 ) -> None:
@@ -168,14 +161,8 @@ def test_modules_of_transformer_engine_are_given_no_other_names(
 
 
 # megatron-core cannot build latent attention and delta nets of its local modules without help, so nobody has these.
-@pytest.mark.parametrize(
-    "name, to",
-    [
-        case(name, to, fast=name in BIASED and to == "megatron")
-        for name, to in CASES
-        if name not in LATENT | DELTA
-    ],
-)
+@pytest.mark.parametrize("name, to", [(name, to) for name, to in CASES if name not in LATENT | DELTA])
+@pytest.mark.core("internlm3_bias-megatron", "qwen2_moe-megatron", "gpt_oss-megatron-legacy")
 def test_local_modules_find_all_their_keys(
     name: str, to: str, hf_model: Models, converted: Callable[..., Path]
 ) -> None:
@@ -185,6 +172,7 @@ def test_local_modules_find_all_their_keys(
 
 
 @pytest.mark.parametrize("name, to", CASES)
+@pytest.mark.core("*-megatron", *(f"{name}-megatron-legacy" for name in MECHANISMS if name not in DELTA))
 def test_the_way_back_is_bit_for_bit(
     name: str, to: str, hf_model: Models, converted: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -206,11 +194,9 @@ def test_the_way_back_is_bit_for_bit(
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name == "qwen3" else pytest.mark.slow)
-        for name in sorted(VARIANTS.keys() - LATENT - DELTA)  # megatron-core 0.16.1 does not share gates
-    ],
+    sorted(VARIANTS.keys() - LATENT - DELTA),  # megatron-core 0.16.1 does not share gates
 )
+@pytest.mark.core("qwen3")
 def test_tensor_parallel_ranks_can_share_query_groups(
     name: str, hf_model: Models, transformer_engine: Executor, tmp_path: Path
 ) -> None:
@@ -237,13 +223,11 @@ MTP = ("deepseek_v3_mtp", "glm4_moe", "mimo", "qwen3_next")
 
 @pytest.mark.parametrize(
     "name, to, layouts",
-    [
-        pytest.param(name, to, layouts, marks=() if EACH_ONCE[to] is layouts else pytest.mark.slow)
-        for name in MTP
-        for to in formats(name)
-        for layouts in (WIDE, DEEP)
-    ],
+    [(name, to, layouts) for name in MTP for to in formats(name) for layouts in (WIDE, DEEP)],
     ids=[f"{name}-{to}-{shape}" for name in MTP for to in formats(name) for shape in ("wide", "deep")],
+)
+@pytest.mark.core(
+    "qwen3_next-megatron-wide", "deepseek_v3_mtp-megatron-legacy-deep", "mimo-megatron-legacy-deep"
 )
 def test_the_head_of_multi_token_prediction_computes_the_same(
     name: str,

@@ -48,6 +48,7 @@ def assert_torch_loads(source: Path, folder: Path, world: int, tmp_path: Path, d
 
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.core("*-4")
 def test_a_model_is_what_its_ranks_would_save(
     name: str, world: int, hf_model: Models, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_other_formats_become_files_of_ranks(through: str, hf_model: Models, tmp
 
 
 @pytest.mark.parametrize("kind", ["fsdp2-hsdp", "fsdp2-tp", "fsdp1-mesh", "accelerate-1", "accelerate-local"])
+@pytest.mark.core("fsdp2-tp", "fsdp1-mesh")
 def test_ranks_of_any_mesh_become_those_of_one_axis(kind: str, hf_model: Models, tmp_path: Path) -> None:
     """FSDP1 as well: its state dicts have the same tensors."""
     source = hf_model("llama", **makers.TINY)

@@ -148,6 +148,7 @@ def typed(name: str, value: Array, kind: str) -> tuple[str, tuple[int, ...], byt
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "q8_0"])
 @pytest.mark.parametrize("variant", ARCHITECTURES)
+@pytest.mark.core("*-f16", "*-q8_0")
 def test_tensors_are_those_that_the_package_makes(
     variant: str, kind: str, model: Model, tmp_path: Path
 ) -> None:

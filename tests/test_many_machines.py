@@ -117,6 +117,7 @@ def leftovers(dst: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("road", ROADS)
+@pytest.mark.core("to torch_dist", "from zip files to shards")
 def test_dask_writes_what_threads_write(
     sources: dict[str, Path], dask: str, tmp_path: Path, road: str
 ) -> None:
@@ -193,6 +194,7 @@ def run(src: Path, dst: Path, how: str = "", launcher: tuple[str, ...] = (), **o
     )
 
 
+@pytest.mark.slow
 def test_threads_continue_what_a_run_on_dask_left_that_was_killed(
     sources: dict[str, Path], dask: str, tmp_path: Path
 ) -> None:
@@ -227,6 +229,7 @@ def test_dask_continues_what_threads_left(
 
 
 @pytest.mark.parametrize("first", ["threads", "dask"])
+@pytest.mark.core("dask")
 def test_what_changed_between_two_runs_is_written_again(
     sources: dict[str, Path], dask: str, tmp_path: Path, first: str
 ) -> None:

@@ -94,6 +94,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.core("mixtral*", "softmax*", "shifted", "clamped")
 def test_what_no_config_can_say_is_refused(case: str, tmp_path: Path) -> None:
     """With a config as well, unless that is the one to trust."""
     plain, more, said = REFUSED[case]

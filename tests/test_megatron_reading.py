@@ -51,13 +51,13 @@ TELLING = {
 # Files of ranks hold what torch_dist holds (`test_both_formats_hold_the_same`): few are also computed from.
 @pytest.mark.parametrize(
     "name, format",
-    [
-        pytest.param(
-            name, format, marks=pytest.mark.slow if format == "torch" and name not in TELLING else ()
-        )
-        for name, variant in VARIANTS.items()
-        for format in variant.formats
-    ],
+    [(name, format) for name, variant in VARIANTS.items() for format in variant.formats],
+)
+@pytest.mark.core(
+    *(f"{name}-torch_dist" for name in TELLING),
+    *("qwen3-moe-per-layer-torch_dist", "qwen2-uneven-torch_dist", "gpt-oss-te-torch_dist"),
+    *("qwen2-moe-te-torch_dist", "glm4-moe-torch_dist", "qwen3-moe-singleton-torch_dist"),
+    *("qwen2-tied-pp2-torch", "qwen3-moe-tp2-pp2-ep4-etp1-torch", "qwen3-pp2-vpp2-torch"),
 )
 def test_transformers_computes_what_megatron_computes(
     name: str, format: MegatronFormat, genuine: Maker, tmp_path: Path
@@ -70,6 +70,7 @@ def test_transformers_computes_what_megatron_computes(
 
 
 @pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if len(variant.formats) == 2])
+@pytest.mark.core(*TELLING)
 def test_both_formats_hold_the_same(name: str, genuine: Maker) -> None:
     roots = genuine(name).roots
     comparison = reshard.verify(roots["torch_dist"], roots["torch"])
@@ -82,6 +83,7 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.core("qwen2-tp2-pp2", "qwen3-moe-tp2-pp2-ep4-etp1", "deepseek-v3-te")
 def test_states_of_the_optimizer_are_dropped_by_name(name: str, genuine: Maker) -> None:
     """Two moments and main weights in float32: six times bfloat16 weights. Moments alone: twice float32 weights."""
     for format, root in genuine(name).roots.items():
@@ -151,6 +153,7 @@ def base(genuine: Maker, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["qwen2-tp2-pp2", "qwen2-te-tp2-pp2", "qwen2-release"])
 @pytest.mark.parametrize("format", ["torch_dist", "torch"])
+@pytest.mark.core("torch_dist-qwen2-tp2-pp2", "torch-qwen2-tp2-pp2")
 def test_config_and_tokenizer_come_from_the_base(
     name: str, format: MegatronFormat, genuine: Maker, base: Path, tmp_path: Path
 ) -> None:
@@ -182,14 +185,8 @@ def test_where_there_are_no_arguments_the_base_tells_all(name: str, genuine: Mak
     assert_agree(transformers_logits(tmp_path / "out", TOKENS), by_megatron(source, "torch_dist"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in TELLING else pytest.mark.slow)
-        for name, variant in VARIANTS.items()
-        if "torch" in variant.formats
-    ],
-)
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if "torch" in variant.formats])
+@pytest.mark.core(*TELLING)
 def test_legacy_files_without_arguments_tell_the_layout_themselves(
     name: str, genuine: Maker, tmp_path: Path
 ) -> None:
@@ -283,6 +280,18 @@ OF_THE_FILE = {"auto_map", "transformers_version", "rope_scaling"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.core(
+    "qwen2",
+    "llama_rope_scaling",
+    "qwen3_moe",
+    "qwen2_moe",
+    "mixtral",
+    "deepseek_v2",
+    "deepseek_v3_mtp",
+    "gpt_oss",
+    "glm4_moe",
+    "qwen3_next",
+)
 def test_the_config_derived_from_arguments_makes_the_same_model(
     name: str, hf_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -315,18 +324,13 @@ OLD_VARIANTS = (
 )
 # 0.15 cannot save states in this sharding if Adam is torch's own, which counts its steps in a tensor.
 IMPOSSIBLE = ("qwen2-distributed-optimizer", "0.15.3")
-# The oldest is the most different; the rest is for `make test-all`.
-QUICK = ("qwen2-tp2-pp2", "0.12.3")
 
 
 @pytest.mark.parametrize(
     "name, megatron",
-    [
-        pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow)
-        for case in product(OLD_VARIANTS, OLDER_VERSIONS)
-        if case != IMPOSSIBLE
-    ],
+    [case for case in product(OLD_VARIANTS, OLDER_VERSIONS) if case != IMPOSSIBLE],
 )
+@pytest.mark.slow
 def test_older_versions(name: str, megatron: str, genuine: Maker, tmp_path: Path) -> None:
     """Their metadata names their own classes, and latent attention's down projections are sharded."""
     source = genuine(name, megatron)

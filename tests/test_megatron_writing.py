@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +110,6 @@ CASES = {
 }
 
 
-# Rank files have the names and shards of torch_dist: the other cases in them are for `make test-all`.
-IN_RANK_FILES = (
-    "dense",
-    "uneven virtual stages",
-    "experts, sparse set of files",
-    "gated shared expert, local",
-    "two MTP layers",
-    "ranks that share a query group, experts",
-)
-
-
 def saved_again(folder: Path, out: Path, layout: Layout, spec: LayerSpec, format: MegatronFormat) -> Path:
     """Load `folder` strictly at `layout` into megatron-core, and let it save the weights."""
     checkpoint = reshard.open(folder).checkpoint
@@ -139,11 +129,16 @@ def saved_again(folder: Path, out: Path, layout: Layout, spec: LayerSpec, format
 
 @pytest.mark.parametrize(
     "name, to",
-    [
-        pytest.param(name, to, marks=() if to == "megatron" or name in IN_RANK_FILES else pytest.mark.slow)
-        for name in CASES
-        for to in FORMATS
-    ],
+    list(product(CASES, FORMATS)),
+)
+@pytest.mark.core(
+    *("dense-megatron", "all biases-megatron", "tied over stages-megatron", "uneven ends-megatron"),
+    *("ranks that share a query group, softmax offsets-megatron", "experts in some layers-megatron"),
+    *("experts, sparse set of files-megatron", "experts, local-megatron", "two MTP layers-megatron"),
+    "latent attention and MTP, uneven virtual stages-megatron",
+    # files of ranks
+    *("uneven virtual stages-megatron-legacy", "gated shared expert, local-megatron-legacy"),
+    "ranks that share a query group, experts-megatron-legacy",
 )
 def test_megatron_writes_the_same(
     name: str, to: str, hf_model: Models, transformer_engine: Executor, tmp_path: Path
@@ -252,6 +247,7 @@ def test_layouts_that_megatron_cannot_have_are_refused(
         (1, "112 is not divisible by 6"),  # twelve query heads, a key and a value, of 8 rows each
     ],
 )
+@pytest.mark.core("*-megatron")
 def test_query_groups_that_no_ranks_of_megatron_can_share_are_refused(
     groups: int, theirs: str, to: str, hf_model: Models, tmp_path: Path
 ) -> None:
@@ -392,26 +388,16 @@ ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
     ("qwen2-shared-group-tp4", {"tp": 2, "pp": 2}),
     ("deepseek-v3-te", {"tp": 1, "pp": 2, "ep": 4}),
 ]
-FAST = {
-    ("torch", "megatron"): [name for name, _ in ELSEWHERE],
-    ("torch_dist", "megatron-legacy"): ["qwen2-tp2-pp2"],
-}
 
 
 @pytest.mark.parametrize(
     "variant, layout, format, to",
-    [
-        pytest.param(
-            variant,
-            layout,
-            format,
-            to,
-            marks=() if variant in FAST.get((format, to), ()) else pytest.mark.slow,
-        )
-        for variant, layout in ELSEWHERE
-        for format in FORMATS.values()
-        for to in FORMATS
-    ],
+    [(*each, format, to) for each, format, to in product(ELSEWHERE, FORMATS.values(), FORMATS)],
+)
+@pytest.mark.core(
+    *("qwen2-tp2-pp2-layout1-torch_dist-megatron-legacy", "qwen2-pipeline-layout-*-torch-megatron"),
+    *("qwen3-moe-ep2-layout26-torch-megatron", "qwen2-shared-group-tp4-*-torch-megatron"),
+    *("qwen2-tied-pp2-*-torch-megatron", "deepseek-v3-te-*-torch-megatron"),
 )
 def test_megatron_to_megatron_in_another_layout(
     variant: str,

@@ -129,6 +129,7 @@ def named(*, alone: bool | None = None) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", named())
+@pytest.mark.core("distributed optimizer", "experts with*")
 def test_megatron_trains_on_as_if_it_had_never_stopped(name: str, runs: Runs, tmp_path: Path) -> None:
     """bfloat16 rounds differently in another layout, whichever program reshards; float32 shows that nothing is lost."""
     case, source, losses = runs(name)
@@ -145,6 +146,7 @@ def test_without_the_states_training_would_go_on_otherwise(runs: Runs, tmp_path:
 
 
 @pytest.mark.parametrize("name", named(alone=True))
+@pytest.mark.core("main weights*")
 def test_states_are_those_that_megatron_gathers_itself(name: str, runs: Runs, tmp_path: Path) -> None:
     """Keys, shapes, dtypes, chunks and values of all tensors, and the optimizer's part of common.pt."""
     case, source, _ = runs(name)

@@ -27,8 +27,6 @@ from tests.bad_input.damage import edit_metadata
 from tests.genuine.megatron import BUFFERED, QWEN2, QWEN3_MOE, Genuine
 from tests.test_optimizer import PORTABLE, Case, values
 
-FAST = ("buffered-fp32", "buffered-moe", "buffered-tied-pp2-vpp2", "buffered-te-moe")
-"""Every axis of ranks, both dtypes, experts and modules of TransformerEngine, on four ranks at most."""
 Make = Callable[[str], Genuine]
 
 
@@ -41,9 +39,8 @@ def convert(source: Path, out: Path, layout: Layout) -> Path:
     return out / "iter_0000002"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in BUFFERED]
-)
+@pytest.mark.parametrize("name", BUFFERED)
+@pytest.mark.core("buffered-moe", "buffered-tied-pp2-vpp2", "buffered-te-moe")
 def test_states_are_those_that_megatron_holds(name: str, genuine: Make, tmp_path: Path) -> None:
     """For each parameter of each rank, whatever the layout, the buckets, the modules and the dtype."""
     made = genuine(name)
@@ -91,6 +88,7 @@ Runs = Callable[[str], tuple[Case, Path, Path, tuple[float, ...]]]
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.core("dense", "experts")
 def test_the_output_is_that_of_portable_states(name: str, runs: Runs, tmp_path: Path) -> None:
     """Every byte of all tensors, and the optimizer's part of common.pt, also in another layout."""
     case, buffers, portable, _ = runs(name)
@@ -104,6 +102,7 @@ def test_the_output_is_that_of_portable_states(name: str, runs: Runs, tmp_path: 
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.core("experts")
 def test_megatron_trains_on_as_if_it_had_never_stopped(name: str, runs: Runs, tmp_path: Path) -> None:
     case, buffers, portable, losses = runs(name)
     ours = case.go_on(tmp_path / "on", case.convert(buffers, tmp_path / "ours"))

@@ -107,6 +107,7 @@ def in_megatron(folder: Path, out: Path, layout: Layout, **options: Any) -> tupl
 
 
 @pytest.mark.parametrize("layout", [Sizes(tp=2), Sizes(pp=2)], ids=["tp2", "pp2"])
+@pytest.mark.core("qwen3_tied-tp2", "qwen2-pp2")
 def test_a_run_of_torch_goes_on_in_megatron(
     layout: Layout, run: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
@@ -146,6 +147,7 @@ def loaded(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
     return model, optimizer
 
 
+@pytest.mark.core("qwen3_tied")
 def test_a_run_of_megatron_goes_on_in_torch(run: tuple[Path, list[float]], tmp_path: Path) -> None:
     """From torch to megatron-core, two steps there, and back: as if torch had made them."""
     source, losses = run

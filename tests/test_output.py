@@ -63,6 +63,7 @@ def without_reader(*words: object, streams: Sequence[str]) -> tuple[int, str]:
     return done.returncode, (done.stdout or "") + (done.stderr or "")
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_every_command_quietly(model: Path, other: Path, tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text("ValueError: no frobs")
     commands: list[tuple[object, ...]] = [

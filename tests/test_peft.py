@@ -116,6 +116,7 @@ def changed(adapter: Path, out: Path, change: Callable[[dict[str, torch.Tensor]]
 
 
 @pytest.mark.parametrize(("feature", "dtype"), CASES)
+@pytest.mark.core("*-bfloat16")
 def test_merging_gives_the_bytes_of_merge_and_unload(
     feature: str, dtype: str, hf_model: Model, tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def test_functions_tell_their_steps(hf_model: Models, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", [("inspect",), ("convert", "--to", "huggingface", "--no-tokenizer", "--dry-run")]
 )
+@pytest.mark.core("words0")
 def test_a_log_hears_what_takes_long(
     words: tuple[str, ...], many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def problems_of(source: Path, target: Path, **options: Any) -> list[reshard.base
 
 
 @pytest.mark.parametrize("name", ALIASES)
+@pytest.mark.core("glm4_moe_lite")
 def test_megatron_computes_with_a_family_of_another_name(name: str, hf_model: Models, tmp_path: Path) -> None:
     source = hf_model(name)
     expected = transformers_logits(source, TOKENS)
@@ -206,6 +207,7 @@ def test_what_megatron_computes_otherwise_is_told_where_no_weight_depends_on_it(
         ("gpt_oss", {"rope_parameters": {**PLAIN_ROPE, **YARN, "mscale": None, "mscale_all_dim": None}}),
     ],
 )
+@pytest.mark.core("llama-*", "qwen3-*", "deepseek_v3-*", "gpt_oss-*")
 def test_what_megatron_computes_alike_is_not_refused(
     name: str, overrides: dict[str, Any], hf_model: Models, tmp_path: Path
 ) -> None:

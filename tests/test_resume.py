@@ -148,6 +148,7 @@ def memory() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("road", ROADS)
+@pytest.mark.core("zip files from zip files", "torch_dist", "one file")
 def test_it_continues_where_it_was_killed(originals: Callable[[str], Path], memory: Path, road: str) -> None:
     source, options = ROADS[road]
     killed_everywhere(
@@ -256,6 +257,7 @@ def extended(path: Path) -> None:
     "spoil", [changed_bytes, changed_and_dated_back, truncated, truncated_and_extended, extended]
 )
 @pytest.mark.parametrize("road", ["shards", "one file", "torch_dist", "zip files", "dcp"])
+@pytest.mark.core("zip files-*", "*-changed_and_dated_back")
 def test_what_changed_between_two_runs_is_written_again(
     originals: Callable[[str], Path],
     memory: Path,

@@ -40,6 +40,7 @@ def planned(folder: Path, **options: Any) -> None:
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "deepseek_v3"))]
 )
+@pytest.mark.slow
 def test_every_value_of_a_config(hf_model: Callable[..., Path], tmp_path: Path, name: str) -> None:
     folder = Path(shutil.copytree(hf_model(name), tmp_path / "src"))
     config = json.loads((folder / "config.json").read_text())

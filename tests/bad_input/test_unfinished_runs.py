@@ -174,6 +174,7 @@ SIGNALS = [
     SIGNALS,
 )
 @pytest.mark.parametrize("again", [False, True])
+@pytest.mark.core("True-2-130-", "False-15-143- by SIGTERM")
 def test_a_signal_in_the_middle(copy: Copy, number: int, status: int, by: str, again: bool) -> None:
     """Ctrl-C, the end of a Slurm job, a closed terminal; some of them send the signal twice."""
     src = copy("qwen3")
@@ -187,6 +188,7 @@ def test_a_signal_in_the_middle(copy: Copy, number: int, status: int, by: str, a
 
 
 @pytest.mark.parametrize(("number", "status", "by"), SIGNALS)
+@pytest.mark.core("2-130-")
 def test_a_run_that_a_signal_ended_says_how_to_continue(
     copy: Copy, number: int, status: int, by: str
 ) -> None:

@@ -115,6 +115,7 @@ def long_lines(length: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", long_lines(1))
+@pytest.mark.core("letters", "Chinese")
 def test_a_line_of_any_length_hides_no_failure(kind: str, tmp_path: Path) -> None:
     """Ten million characters at once, and twenty thousand occasionally: in seconds of processor time."""
     once, often = long_lines(10_000_000)[kind], long_lines(20_000)[kind]
@@ -162,6 +163,7 @@ def test_lines_that_all_differ_take_no_more_room_than_others() -> None:
     assert kept[-1][0] == 25_000 and sum(len(text) for _, _, text in kept) <= 2 * MAX_CHARACTERS + 4_000
 
 
+@pytest.mark.slow
 def test_a_prefix_of_its_own_on_every_line_takes_no_time() -> None:
     rng = random.Random(0)
     ids = ("".join(rng.choices("abcdef0123456789", k=32)) for _ in range(2_000))
@@ -285,6 +287,7 @@ KINDS = ("run.log", "train.py", "config.yaml", "config.json", "launch.sh", "trai
     ],
     ids=[f"{kind}-{units}" for units in ("some", "all") for kind in KINDS],
 )
+@pytest.mark.core("run.log-some")
 def test_twice_the_input_costs_twice_the_time(kind: str, units: list[str], tmp_path: Path) -> None:
     """Every unit in two kinds of files; in `make test-all`, in all of them."""
     path, slow = tmp_path / kind, []

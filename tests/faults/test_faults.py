@@ -40,6 +40,7 @@ def test_every_format_is_read_and_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("road", ["safetensors to torch_dist", "replaced"])
+@pytest.mark.core("safetensors*")
 def test_a_few_faults(road: str, tmp_path: Path) -> None:
     struck(road, tmp_path, 10, 1)
 

@@ -223,6 +223,7 @@ def test_more_than_4_gib_in_a_sparse_file(tmp_path: Path) -> None:
     assert ours["large"].storage.offset == first.offset and ours["large"].storage.nbytes == large.nbytes
 
 
+@pytest.mark.slow
 def test_more_members_than_16_bits_count() -> None:
     image = layout_torch_file([NewTensor(i, dtypes.dtype("uint8"), (1,)) for i in range(65_600)])
     assert len(image.slots) == 65_600

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -304,17 +303,14 @@ def test_what_was_not_checked_is_said(folder: Path) -> None:
     ]
 
 
-def test_the_checks_take_half_a_second(folder: Path) -> None:
+def test_the_checks_import_no_framework(folder: Path) -> None:
+    """They precede every run; `bench/guard.py` measures how long they take."""
     code = (
-        "import os, sys, time, pathlib; begin = time.process_time()\n"
-        "from reshard.guard.command.read_command import read_command\n"
+        "import os, sys, pathlib\n"
         "from reshard.guard.before.command_checks import check\n"
-        "found = check(read_command(sys.argv[1:], dict(os.environ), pathlib.Path.cwd()))\n"
-        "print(time.process_time() - begin, [m for m in ('numpy', 'torch', 'transformers') if m in sys.modules])"
+        "from reshard.guard.command.read_command import read_command\n"
+        "check(read_command(sys.argv[1:], dict(os.environ), pathlib.Path.cwd()))\n"
+        "print([name for name in ('numpy', 'torch', 'transformers') if name in sys.modules])"
     )
     words = [sys.executable, "-c", code, "torchrun", "--nproc-per-node", "2", "train.py"]
-    ran = [
-        subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout for _ in range(3)
-    ]
-    assert min(float(each.split()[0]) for each in ran) < 0.5
-    assert json.loads(ran[0].partition(" ")[2].replace("'", '"')) == []
+    assert subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout == "[]\n"

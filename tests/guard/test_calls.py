@@ -60,6 +60,7 @@ def test_wrong_arguments_are_all_named_and_nothing_is_started(tmp_path: Path) ->
     assert not (tmp_path / "log").exists()
 
 
+@pytest.mark.slow
 def test_ranks_that_outlive_their_launcher_are_ended_with_the_run(tmp_path: Path) -> None:
     """LLaMA-Factory's launcher leaves torchrun to itself when it gets SIGTERM."""
     rank = "import time; time.sleep(3); print('step 2 loss nan', flush=True); time.sleep(400); print('on', flush=True)"

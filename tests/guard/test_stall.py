@@ -256,6 +256,7 @@ def test_a_rank_that_has_ended(plain_runs: Runs) -> None:
     assert "rank 0 waits for rank 1" in seen.text and "rank 1: ended" in seen.text
 
 
+@pytest.mark.slow
 def test_without_a_collective(plain_runs: Runs) -> None:
     """Everything idle is reported after two looks, and before it goes on; what computes, only at the limits."""
     idle, loop, start = map(plain_runs, ("idle", "loop", "start"))

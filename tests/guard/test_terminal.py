@@ -161,6 +161,7 @@ print(*heard)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 @pytest.mark.parametrize("to_all", [False, True])
+@pytest.mark.core("True-2", "False-15")
 def test_a_signal_reaches_the_command_once(number: int, to_all: bool) -> None:
     with subprocess.Popen(
         [*GUARD, PYTHON, "-c", COUNTS], stdout=subprocess.PIPE, start_new_session=True
@@ -245,6 +246,7 @@ def test_output_to_a_pipe_that_does_not_block_is_complete() -> None:
     assert (guard.returncode, len(lines), lines[-1]) == (0, 40_000, b"line 39999")
 
 
+@pytest.mark.slow
 def test_a_signal_reaches_a_command_whose_output_nobody_reads() -> None:
     code = (
         "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(7))\n"
@@ -260,6 +262,7 @@ def test_a_signal_reaches_a_command_whose_output_nobody_reads() -> None:
         assert guard.wait(60) == 7
 
 
+@pytest.mark.slow
 def test_the_report_comes_after_output_that_is_read_slowly(tmp_path: Path) -> None:
     words = [RESHARD, "guard", "--no-check", "--", PYTHON, "-c", "print('line\\n' * 40_000, end=''); 1 / 0"]
     with (tmp_path / "screen").open("w+") as screen:
@@ -353,6 +356,7 @@ def test_ranks_are_remembered_if_their_launcher_ends_while_they_are_looked_for(
     os.kill(rank, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_ranks_that_outlive_their_launcher_are_named(tmp_path: Path) -> None:
     sleeps = f"{PYTHON} -c 'import time; time.sleep(50)'"
     code = f"RANK=0 {sleeps} & RANK=1 {sleeps} & sleep 4; kill -KILL $$"

@@ -127,6 +127,7 @@ def test_wrappers_in_names_do_not_matter(wrap: str, hf_model: Models) -> None:
 
 
 @pytest.mark.parametrize(("how", "ranks"), [("fsdp", 2), ("tp", 2), ("fsdp-tp", 4)])
+@pytest.mark.core("fsdp-tp-4")
 def test_each_rank_reads_only_its_own_part(how: str, ranks: int, hf_model: Models, tmp_path: Path) -> None:
     source = hf_model("qwen3")
     layout: dict[str, Any] = {"to": "dcp"} if how == "fsdp" else {"to": "megatron", "tp": 2, "pp": 2}
@@ -152,6 +153,7 @@ def test_each_rank_reads_only_its_own_part(how: str, ranks: int, hf_model: Model
 @pytest.mark.parametrize(
     ("how", "code"), [("fsdp1", "live-module-in-fsdp1"), ("partial", "live-tensor-is-partial")]
 )
+@pytest.mark.core("partial-*")
 def test_what_is_sharded_otherwise_is_refused(how: str, code: str, hf_model: Models) -> None:
     source = str(hf_model("qwen3"))
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]

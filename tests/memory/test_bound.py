@@ -129,6 +129,7 @@ def assert_within(ended: Ended, bound: int = BOUND) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
+@pytest.mark.core("lora", "mxfp4")
 def test_a_road_keeps_within_the_bound(folder: Path, name: str) -> None:
     ready(folder, name)
 
@@ -147,10 +148,12 @@ def test_every_road_keeps_within_the_bound(folder: Path, name: str) -> None:
     ready(folder, name)
 
 
+@pytest.mark.slow
 def test_a_folder_is_verified_within_the_bound(folder: Path) -> None:
     assert_within(bounded(16 * MIB, "verify", ready(folder, "lora")), 16 * MIB)
 
 
+@pytest.mark.slow
 def test_a_road_that_holds_a_tensor_dies_of_it(folder: Path) -> None:
     """A conversion can fail: with less memory than the bound, the error is clear and nothing is written."""
     target = folder / "too-large"

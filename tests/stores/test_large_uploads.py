@@ -111,6 +111,7 @@ def unended(s3: S3) -> list[str]:
     return [each["Key"] for each in found]
 
 
+@pytest.mark.slow
 def test_sigterm_says_what_is_kept_and_how_to_continue(
     s3: S3, large: Path, expected: dict[str, bytes]
 ) -> None:

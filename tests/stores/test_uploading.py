@@ -127,6 +127,7 @@ for name in ("put", "write", "create", "remove"):
         *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 4), (5, 1), (9, 4))),
     ],
 )
+@pytest.mark.core("9-1")
 def test_the_same_command_continues_after_a_kill(
     s3: S3, model: Path, tmp_path: Path, at: int, workers: int
 ) -> None:
@@ -301,6 +302,7 @@ def test_an_unfinished_conversion_is_no_checkpoint(s3: S3, model: Path, tmp_path
         remove_unfinished_at(source_path(DST), 0)
 
 
+@pytest.mark.slow
 def test_other_options_begin_anew(s3: S3, model: Path, tmp_path: Path) -> None:
     unfinished(s3, model)
     notes = told(model, max_shard_size="100kB")
@@ -316,6 +318,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", None)
 
 
+@pytest.mark.slow
 def test_another_machine_waits_for_a_run_that_may_live_and_then_continues_it(
     s3: S3, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

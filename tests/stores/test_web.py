@@ -174,6 +174,7 @@ def test_the_folder_of_one_file_is_searched_once(web: Web, root: Path, tmp_path:
 
 
 @pytest.mark.parametrize("fault", [503, 429, "reset", "short"])
+@pytest.mark.core("short", "503")
 def test_faults_that_pass_change_nothing(web: Web, root: Path, tmp_path: Path, fault: int | str) -> None:
     web.fault = lambda path, number: fault if path.startswith("/shards/model-") and number < 2 else None
     api.convert(f"{web.address}/shards", tmp_path / "remote", to="megatron", tp=2)
@@ -189,6 +190,7 @@ def test_faults_that_pass_change_nothing(web: Web, root: Path, tmp_path: Path, f
         (403, "does not let this user read"),
     ],
 )
+@pytest.mark.core("reset*")
 def test_faults_that_stay_are_told_and_leave_nothing(
     web: Web, tmp_path: Path, fault: int | str, words: str
 ) -> None:

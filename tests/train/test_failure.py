@@ -75,6 +75,7 @@ def test_the_rank_that_torchrun_says_was_killed_is_told_in_chinese_too(tmp_path:
     assert "进程被外部信号终止" in text
 
 
+@pytest.mark.slow
 def test_a_single_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[..., Run]) -> None:
     """No torchrun reports it."""
     text = failed(make_run(fail="kill", at=2, ranks=RunProcesses(nproc=1)))
@@ -82,6 +83,7 @@ def test_a_single_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[
     assert "error: A process was killed from outside (killed-by-signal" in text
 
 
+@pytest.mark.slow
 def test_a_torchrun_that_was_killed_is_no_failure_of_a_rank(make_run: Callable[..., Run]) -> None:
     process = start(make_run(steps=1000, seconds=0.05))
     (torchrun,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -65,6 +65,7 @@ def test_ranks_train_and_the_run_is_recorded(make_run: Callable[..., Run], tmp_p
         ),  # the ranks tell it by a file in both cases
     ],
 )
+@pytest.mark.core("1-2-*")
 def test_a_refusal_of_ranks_is_raised_once_and_after_a_step_the_run_has_failed(
     make_run: Callable[..., Run], ranks: int, at: int, failed: bool, outcome: str
 ) -> None:

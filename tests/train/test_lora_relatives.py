@@ -128,6 +128,7 @@ def test_adapters_say_what_they_are(ran: Callable[..., Ran]) -> None:
         assert bool(magnitudes) is (name == "dora")
 
 
+@pytest.mark.slow
 def test_two_rates_and_noise_are_those_of_peft_and_transformers(
     ran: Callable[..., Ran], tmp_path: Path
 ) -> None:

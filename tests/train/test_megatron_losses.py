@@ -89,6 +89,7 @@ def losses(tiny: Tiny) -> Callable[[str], Reference]:
 @pytest.mark.parametrize(
     "name", [*CASES, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE_CASES)]
 )
+@pytest.mark.core("qwen2 at TP2", "qwen3_moe at EP2")
 def test_losses_are_those_of_transformers(name: str, runs: Runs, losses: Callable[[str], Reference]) -> None:
     _, seen, _ = runs(name)
     expected = losses(name.split()[0])
@@ -169,6 +170,7 @@ def test_interleaved_stages_have_the_same_losses(tiny: Tiny, tmp_path: Path) -> 
         pytest.param("qwen3_moe", 2, 4, 2, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_ranks_that_share_a_query_group_have_the_same_losses(
     name: str, groups: int, tp: int, ep: int, tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_killed_run_goes_on_with_the_same_losses(name: str, whole: Whole, tmp_
     assert trained.checkpoint == killed.output / "iter_0000004"
 
 
+@pytest.mark.slow
 def test_a_run_that_a_signal_has_stopped_goes_on_to_the_same_bits(whole: Whole, tmp_path: Path) -> None:
     run, unbroken, finished = whole("qwen3", 2, Layout(tp=2))
     stopped = replace(run, output=tmp_path / "stopped")
@@ -162,6 +163,7 @@ def test_a_megatron_checkpoint_that_has_lost_a_file_is_not_continued_from(
 
 
 @pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.core("True")
 def test_a_copied_checkpoint_is_complete_without_the_run_it_came_from(
     lora: bool, whole: Whole, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_a_mix_is_an_epoch_of_its_sources(tmp_path: Path) -> None:
     assert digest_of(mix_of(few)) == digest(few)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_a_weighted_mix_as_if_it_had_not_been_killed(
     tiny: Callable[..., Path], tmp_path: Path
 ) -> None:

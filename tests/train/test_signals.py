@@ -91,6 +91,7 @@ def test_a_signal_to_one_rank_ends_all_of_them(make_run: Make) -> None:
     assert_saved(run, signal.SIGTERM, shown)
 
 
+@pytest.mark.slow
 def test_a_signal_to_torchrun_saves_the_step(make_run: Make) -> None:
     run = make_run(**GOING)
     process = start(run, *TORCHRUN)
@@ -118,6 +119,7 @@ def test_a_signal_to_every_task_of_slurm_saves_the_step(make_run: Make) -> None:
 
 
 @pytest.mark.parametrize("before", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_step_that_takes_too_long_is_not_saved(before: tuple[str, ...], make_run: Make) -> None:
     """Rank 1 hangs, and rank 0 waits for it in a collective, which no Python handler interrupts."""
     run = make_run(save_on_signal=1, **{**GOING, "fail": "hang", "at": 3, "rank": 1})
@@ -193,6 +195,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(make_run: Make) -> None:
     until(lambda: not any(is_alive(pid) for pid in ranks))
 
 
+@pytest.mark.slow
 def test_torchrun_starts_failed_ranks_again_from_the_last_checkpoint(make_run: Make) -> None:
     run = make_run(ranks=RunProcesses(nproc=2, max_restarts=1), steps=4, fail="raise", at=3, times=1)
     assert launch.launch(run, screen=RunScreen(quiet=True)) == 0

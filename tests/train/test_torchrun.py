@@ -37,6 +37,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.core("2")
 def test_a_run_that_is_refused_leaves_nothing_behind(nproc: int, make_run: Make, tmp_path: Path) -> None:
     run = make_run(ranks=RunProcesses(nproc=nproc))
     started = launch.ahead(run)
@@ -73,6 +74,7 @@ def test_a_launcher_that_ends_while_it_looks_leaves_nothing_behind(
     until(lambda: not leftovers(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_single_rank_is_started_without_torchrun_and_ends_with_the_launcher(
     make_run: Make, tmp_path: Path
 ) -> None:

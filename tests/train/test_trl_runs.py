@@ -82,6 +82,7 @@ def test_an_evaluation_is_that_of_plain_trl(ran: Trainer, data: dict[str, Path],
 @pytest.mark.parametrize(
     ("method", "measure"), [("grpo", "reward"), ("rloo", "reward"), ("distillation", "loss")]
 )
+@pytest.mark.slow
 def test_evaluations_leave_the_random_numbers_of_training_alone(
     method: str, measure: str, ran: Trainer, tiny: Callable[..., Path]
 ) -> None:

@@ -72,6 +72,7 @@ def test_losses_are_those_of_plain_trl_to_the_bit(
     assert one.losses[0] - one.losses[-1] > 1
 
 
+@pytest.mark.slow
 def test_an_adapter_is_that_of_plain_trl_and_of_the_language_model_only(
     ran: Callable[..., Ran], pictures: Path, tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_texts_alone_train_a_model_that_sees(model: Path, tmp_path: Path) -> Non
     assert trl.ENGINE.check(run, done.trained, done.trained.checkpoint) == []
 
 
+@pytest.mark.slow
 def test_texts_among_images_are_trained_on_too(model: Path, pictures: Path, tmp_path: Path) -> None:
     rows = [*colours(8), *chats()[:8]]
     data = write_lines(pictures / "mixed.jsonl", rows)

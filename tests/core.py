@@ -1,0 +1,39 @@
+"""`@pytest.mark.core(*patterns)`: the cases of a parametrized test that `make test` runs; the others are slow.
+
+Each way in which code can go wrong needs one case in `make test`; other pairs of the same ways run in `make test-all`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+
+
+def unmatched(ids: list[str], patterns: tuple[str, ...]) -> list[str]:
+    """The patterns that match none of the ids of a test."""
+    return [pattern for pattern in patterns if not any(fnmatchcase(each, pattern) for each in ids)]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the other cases as slow, before pytest selects by `-m`. Raises UsageError for a pattern without a case."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("core"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    wrong = [problem for name, found in cases.items() for problem in _select(name, found)]
+    if wrong and not any("::" in word for word in config.args):  # with ::, not all cases are collected
+        raise pytest.UsageError("\n".join(wrong))
+
+
+def _select(name: str, cases: list[Any]) -> list[str]:
+    """Mark the slow cases of one test; returns what is wrong with its patterns."""
+    patterns = cases[0].get_closest_marker("core").args
+    for case in cases:
+        if not any(fnmatchcase(case.callspec.id, pattern) for pattern in patterns):
+            case.add_marker(pytest.mark.slow)
+    ids = [case.callspec.id for case in cases]
+    return [f"{name}: no case matches the core {pattern!r}" for pattern in unmatched(ids, patterns)]
