@@ -46,7 +46,7 @@ def convert(src: StrPath | AverageOf, dst: StrPath, **given: Any) -> Conversion:
     src : str or path-like
         Checkpoint to read: a folder, a file, a URL, or ``Org/Model`` on the Hub. (`average` passes several.)
     dst : str or path-like
-        Output: a folder, or the URL of a store that can be written (``s3://``, ``gs://``, ``oss://``, ``az://``).
+        Output: a folder, or the URL of an object store, for example ``s3://bucket/model``.
 
     Returns
     -------

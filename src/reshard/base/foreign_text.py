@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from reshard.base.schemes import AZURE, BUCKETS, HUB, WEB
+
 _HIDDEN = re.compile(
     r"[\x00-\x1f\x7f-\x9f"  # C0 and C1, which contain ESC and the one-byte CSI
     r"\u2028\u2029"  # line and paragraph separators
@@ -29,15 +31,13 @@ _USER = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _UNENDED = re.compile(
-    r"""((?:https?|s3a?|gc?s|oss|az|abfss?|hf)(?::/+|//+)(?!arn:)[^\s/@"'<>:?#\[]{1,100})  # what precedes a colon
-    :(?!\d{1,5}(?![\w%])|port\b|[${*\[%\\])[^\s/"'<>?#]+                       # and what cannot be a port""",
+    rf"((?:{'|'.join((*WEB, *BUCKETS, *AZURE, *HUB))})"
+    r"""(?::/+|//+)(?!arn:)[^\s/@"'<>:?#\[]{1,100})           # what precedes a colon
+    :(?!\d{1,5}(?![\w%])|port\b|[${*\[%\\])[^\s/"'<>?#]+  # and what cannot be a port""",
     re.IGNORECASE | re.VERBOSE,
 )
 """A user with a password whose @ is missing."""
 _QUERY = re.compile(r"""(?<![(\s])\?[\w.%[\]-]+=[^\s"'<>)]*|(?<=://)([^\s?"<>]{1,300})\?[^\s"'<>)]*""")
-_BUCKETS = ("s3", "s3a", "gs", "gcs", "oss")
-_AZURE = ("az", "abfs", "abfss")
-"""Schemes of object stores, whose names contain no colon, and of those with an @ in the names of containers."""
 
 
 def without_secrets(text: str) -> str:
@@ -56,9 +56,9 @@ def _without_user(match: re.Match[str]) -> str:
     before = (scheme or "") + (slashes or "")
     kind = (scheme or "").lower()
     if user is not None:
-        may_be_name = ":" not in slashes or kind in _AZURE  # /data//model@v2
+        may_be_name = ":" not in slashes or kind in AZURE  # /data//model@v2
         return match[0] if may_be_name and ":" not in user else before
-    if longer is None or kind in _BUCKETS or not re.match(r"[^:]*:\d{1,5}/", longer):
+    if longer is None or kind in BUCKETS or not re.match(r"[^:]*:\d{1,5}/", longer):
         return before
     host, slash, path = longer.partition("/")  # a port
     return before + host + slash + without_secrets(path)
@@ -69,7 +69,7 @@ def _without_query(match: re.Match[str]) -> str:
     if match[1] is None:
         return ""
     scheme = re.search(r"[a-z][a-z0-9+.-]*$", match.string[: match.start() - 3][-20:], re.IGNORECASE)
-    is_name = scheme and scheme[0].lower() in (*_BUCKETS, *_AZURE, "hf")
+    is_name = scheme and scheme[0].lower() in (*BUCKETS, *AZURE, *HUB)
     return match[0] if is_name and "=" not in match[0] else match[1]
 
 

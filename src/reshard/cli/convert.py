@@ -44,8 +44,8 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any
     """Convert the checkpoint at SRC to DST, to any format and parallel layout.
 
     The format of SRC is detected, and its config and tokenizer are copied. DST appears only when it is complete. If a
-    run is interrupted, the same command continues it. SRC, DST and --base can be URLs (s3://, gs://, oss://, az://).
-    SRC and --base can also be https://, hf:// or Org/Model on the Hub.
+    run is interrupted, the same command continues it. SRC, DST and --base can be URLs of object stores, for example
+    s3://bucket/run. SRC and --base can also be https://, hf:// or Org/Model on the Hub.
 
     \b
       reshard convert ckpt model                          Megatron to Hugging Face

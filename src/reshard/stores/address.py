@@ -17,13 +17,15 @@ class StoreKind:
     """What all stores of a kind have in common.
 
     `schemes` are those of their URLs, `package` opens them, `sign_in` says where it finds its credentials, and
-    `example` is what a URL has behind the scheme.
+    `example` is what a URL has behind the scheme. `file_system` is the package's class (MODULE.CLASS) if fsspec does
+    not know that it opens the scheme.
     """
 
     schemes: tuple[str, ...]
     package: str
     sign_in: str
     example: str = "BUCKET/FOLDER"
+    file_system: str = ""
 
 
 class Address(NamedTuple):

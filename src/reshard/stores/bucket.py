@@ -223,7 +223,7 @@ def read_only(url: str) -> ReshardError:
         "store-not-writable",
         "nothing can be written to this kind of address",
         file=url,
-        expected="a folder on a disk, or s3://, gs://, oss:// or az://",
+        expected="a folder on a disk, or one of " + ", ".join(f"{each}://" for each in registry.WRITABLE),
         remedy="name a folder as the destination, and upload it with --push-to-hub Org/Name"
         if is_hub
         else "name a folder or a bucket, and copy it from there",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from reshard.base import schemes
 from reshard.base.errors import ReshardError
 from reshard.stores.address import Address, StoreKind, shown, with_password
 from reshard.stores.checkpoint_names import declared
@@ -28,7 +29,7 @@ class HubStore(Store):
     """A repository. A branch or tag is resolved once, so that all bytes belong to one commit."""
 
     kind = StoreKind(
-        ("hf",),
+        schemes.HUB,
         "huggingface_hub",
         "run `hf auth login`, and accept the terms of the model on its page if it has any",
         "ORG/MODEL",

@@ -1,4 +1,4 @@
-"""Buckets of objects: Google Cloud Storage, Alibaba Cloud OSS, Azure Blob Storage, and what they share with S3."""
+"""Object stores, each a class that declares its package, and what they share with S3."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, ClassVar
 
+from reshard.base import schemes
 from reshard.stores.address import Address, StoreKind, shown, with_password
 from reshard.stores.file_info import ANY_FOLDER, FileInfo
 from reshard.stores.range_responses import RangeRequest
@@ -41,8 +42,12 @@ class ObjectStore(Store):
     def fs(self) -> Any:
         """The file system of fsspec."""
         with self.translated(self.url):
+            from fsspec import register_implementation
             from fsspec.core import url_to_fs
 
+            if self.kind.file_system:
+                scheme = self.url.partition("://")[0]
+                register_implementation(scheme, self.kind.file_system, clobber=True)
             return url_to_fs(self.url, use_listings_cache=False)[0]
 
     def _key(self, url: str) -> str:
@@ -80,7 +85,7 @@ class GoogleCloud(ObjectStore):
     """A bucket of Google Cloud Storage."""
 
     kind = StoreKind(
-        ("gs", "gcs"),
+        schemes.GOOGLE_CLOUD,
         "gcsfs",
         "run `gcloud auth application-default login`; for a public bucket set FSSPEC_GS_TOKEN=anon",
     )
@@ -89,18 +94,24 @@ class GoogleCloud(ObjectStore):
 class AlibabaOss(ObjectStore):
     """A bucket of Alibaba Cloud OSS."""
 
-    kind = StoreKind(("oss",), "ossfs", "set OSS_ACCESS_KEY_ID, OSS_ACCESS_KEY_SECRET and OSS_ENDPOINT")
+    kind = StoreKind(
+        schemes.ALIBABA_OSS, "ossfs", "set OSS_ACCESS_KEY_ID, OSS_ACCESS_KEY_SECRET and OSS_ENDPOINT"
+    )
 
 
 class AzureBlobs(ObjectStore):
     """A container of Azure Blob Storage. The container may be written as a user: abfs://CONTAINER@ACCOUNT."""
 
     kind = StoreKind(
-        ("az", "abfs", "abfss"),
+        schemes.AZURE,
         "adlfs",
         "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or sign in with `az login`",
     )
     user = re.compile(PASSWORD_PATTERN)
+
+
+OBJECT_STORES = (GoogleCloud, AlibabaOss, AzureBlobs)
+"""Those that need nothing but their package. `S3` also checks the headers of answers."""
 
 
 def entry_of(info: dict[str, Any]) -> FileInfo:

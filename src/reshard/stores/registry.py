@@ -10,7 +10,7 @@ from threading import RLock
 from reshard.base.errors import ReshardError
 from reshard.stores.address import Address
 from reshard.stores.hub import HubStore, url_of_page
-from reshard.stores.object_stores import AlibabaOss, AzureBlobs, GoogleCloud
+from reshard.stores.object_stores import OBJECT_STORES, ObjectStore
 from reshard.stores.orbax import ArrayFolder, OrbaxStore, arrays_in
 from reshard.stores.s3 import S3
 from reshard.stores.store import Store
@@ -18,10 +18,13 @@ from reshard.stores.tar_store import ArchiveStore
 from reshard.stores.web import WebStore
 
 STORES: tuple[type[Store], ...] = (
-    *(S3, GoogleCloud, AlibabaOss, AzureBlobs, HubStore, WebStore),
+    *(S3, *OBJECT_STORES, HubStore, WebStore),
     *(ArchiveStore, OrbaxStore),
 )
 """All kinds of stores."""
+
+WRITABLE = [kind.kind.schemes[0] for kind in STORES if issubclass(kind, ObjectStore)]
+"""A scheme of each kind that can be written."""
 
 SCHEMES = {scheme: each for each in STORES for scheme in each.kind.schemes}
 """The kind of store behind each scheme."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from reshard.base import schemes
 from reshard.stores.address import StoreKind
 from reshard.stores.file_info import FileInfo
 from reshard.stores.object_stores import ObjectStore
@@ -12,7 +13,7 @@ class S3(ObjectStore):
     """A bucket of S3."""
 
     kind = StoreKind(
-        ("s3", "s3a"),
+        schemes.S3,
         "s3fs",
         "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket FSSPEC_S3_ANON=true; "
         "`aws s3 ls URL` tells whether they work",

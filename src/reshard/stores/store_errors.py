@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,21 +22,6 @@ DENIED_STATUSES = {401, 403}
 TRANSIENT_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses after which another try may succeed."""
 
-_NETWORK = {
-    "aiohttp",
-    "aiobotocore",
-    "azure",
-    "botocore",
-    "gcsfs",
-    "httpcore",
-    "httpcore2",
-    "httpx",
-    "httpx2",  # used by huggingface_hub since version 2
-    "oss2",
-    "requests",
-    "urllib3",
-}
-
 
 def status_of(error: BaseException) -> int | None:
     """The HTTP status of an error, or of the package's error that caused it."""
@@ -49,7 +35,7 @@ def status_of(error: BaseException) -> int | None:
         for value in (found, *(getattr(seen, name, None) for name in ("status", "status_code", "code"))):
             if isinstance(value, int) and 100 <= value < 600:
                 return value
-        if _package(seen) in _NETWORK:
+        if _of_package(seen):
             break  # its causes are about parts of a response
         seen = seen.__cause__
     return None
@@ -63,7 +49,7 @@ def may_pass(error: Exception) -> bool:
         return False  # botocore has retried already
     if (status := status_of(error)) is not None:
         return status in TRANSIENT_STATUSES
-    return isinstance(error, OSError | TimeoutError | EOFError) or _package(error) in _NETWORK
+    return isinstance(error, OSError | TimeoutError | EOFError) or _of_package(error)
 
 
 T = TypeVar("T")
@@ -81,8 +67,10 @@ def retried(ask: Callable[[], T]) -> T:
         time.sleep(pauses.pop(0) * (1 + random.random()))
 
 
-def _package(error: BaseException) -> str:
-    return type(error).__module__.partition(".")[0]
+def _of_package(error: BaseException) -> bool:
+    """Whether a package defines this exception: in a request, it is about the store, and mostly about the network."""
+    package = type(error).__module__.partition(".")[0]
+    return package != "reshard" and package not in sys.stdlib_module_names
 
 
 @contextmanager
@@ -115,7 +103,7 @@ def translated(url: str, kind: StoreKind) -> Iterator[None]:
                 found=found,
                 remedy=kind.sign_in,
             ) from error
-        if not (isinstance(error, OSError) or status or _package(error) in _NETWORK):
+        if not (isinstance(error, OSError) or status or _of_package(error)):
             raise
         raise ReshardError(
             "store-answer-wrong",

@@ -16,6 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
+from reshard.base import schemes
 from reshard.base.errors import ReshardError
 from reshard.base.plain_json import JSON_MOST, json_of
 from reshard.stores.address import Address, StoreKind, incomplete, shown
@@ -54,7 +55,7 @@ class WebStore(Store):
     """A web server. The user and query of a typed URL are sent only with requests at or below that URL."""
 
     kind = StoreKind(
-        ("http", "https"),
+        schemes.WEB,
         "aiohttp",
         "check that the URL works in a browser, and has not expired",
         "HOST/FOLDER",

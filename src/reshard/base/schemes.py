@@ -1,0 +1,14 @@
+"""Schemes of the URLs of stores. They are declared here because every message must hide the secrets in such URLs."""
+
+from __future__ import annotations
+
+S3 = ("s3", "s3a")
+GOOGLE_CLOUD = ("gs", "gcs")
+ALIBABA_OSS = ("oss",)
+AZURE = ("az", "abfs", "abfss")
+"""An @ after the scheme separates container and account, and is no secret."""
+HUB = ("hf",)
+WEB = ("http", "https")
+
+BUCKETS = (*S3, *GOOGLE_CLOUD, *ALIBABA_OSS)
+"""Object stores, in whose URLs a colon or an @ before the first slash can only belong to credentials."""
