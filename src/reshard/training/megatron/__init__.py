@@ -137,5 +137,5 @@ ENGINE = Engine(
     indexed=_indexed,
     leaves=(iterations.TRACKER, ".rows"),
     dequantizes=True,
-    note="the Megatron-Core engine is experimental: it has not run on a GPU yet, only its CPU tests",
+    note="the Megatron-Core engine is experimental: it has run on one GPU, but on several ranks only on CPUs",
 )
