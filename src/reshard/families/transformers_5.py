@@ -38,7 +38,7 @@ class MemoryNames:
     """How a family differs in memory.
 
     `renames` are parts of names, `begins` are prefixes, of which the first match applies: pairs (in memory, on the
-    hub).
+    hub). Both names are read, also from Hugging Face folders; formats of live models are written with those in memory.
     `transposed` is the experts module that the Hub also stacks, but as [E, H, 2F] and [E, F, H].
     `stacked` is the experts module that the Hub stacks as in memory, but `save_pretrained` splits.
     With a `config`, all of this is told by the rules of transformers for its model instead, or by those of `table`.
