@@ -56,9 +56,11 @@ SECONDS, AGE, BYTES = "seconds", "seconds ago", "bytes"
 LocalPath = str | Path | os.PathLike[str]
 """A path on this machine."""
 
-COMMON, LAYOUT, ADAPTERS, MACHINES, ADVANCED = GROUPS = (
+COMMON, DATA, LAYOUT, PARALLEL, ADAPTERS, MACHINES, ADVANCED = GROUPS = (
     "Options",
+    "Data",
     "Layout of the output",
+    "Parallelism and machines",
     "LoRA adapters",
     "Stores and machines",
     "Advanced",
