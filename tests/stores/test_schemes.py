@@ -11,7 +11,8 @@ import tomllib
 from reshard.base.foreign_text import without_secrets
 from reshard.stores.address import StoreKind
 from reshard.stores.bucket import read_only
-from reshard.stores.object_stores import AlibabaOss, ObjectStore
+from reshard.stores.file_info import FileInfo
+from reshard.stores.object_stores import AlibabaOss, ObjectStore, entry_of
 from reshard.stores.orbax import OrbaxStore
 from reshard.stores.registry import STORES
 
@@ -33,6 +34,12 @@ def test_each_has_an_extra_that_installs_its_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     packages = {re.match(r"[\w-]+", each)[0] for name in extras if name != "dev" for each in extras[name]}  # type: ignore[index]
     assert {kind.kind.package for kind in TYPED} - packages == set()
+    assert set(re.findall(r"\w+", extras["stores"][0])) >= WRITABLE
+
+
+def test_times_may_be_those_of_http_headers() -> None:
+    for time in ("2026-11-27T02:03:04Z", "Fri, 27 Nov 2026 02:03:04 GMT"):
+        assert entry_of({"size": 5, "LastModified": time}) == FileInfo(5, 1795744984 * 10**9, "")
 
 
 def test_a_package_that_fsspec_does_not_know_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
+from email.utils import parsedate_to_datetime
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -121,6 +122,14 @@ def entry_of(info: dict[str, Any]) -> FileInfo:
     identity = next((str(info[key]).strip('"') for key in IDENTITY_KEYS if info.get(key)), "")
     time = next((info[key] for key in TIME_KEYS if info.get(key)), None)
     if isinstance(time, str):
-        time = datetime.fromisoformat(time.replace("Z", "+00:00"))
+        time = _parsed(time)
     modified = int(time.timestamp() * 10**9) if isinstance(time, datetime) else int((time or 0) * 10**9)
     return FileInfo(int(info.get("size") or 0), modified, identity)
+
+
+def _parsed(time: str) -> datetime:
+    """A time as ISO 8601 or as in HTTP headers."""
+    try:
+        return datetime.fromisoformat(time.replace("Z", "+00:00"))
+    except ValueError:
+        return parsedate_to_datetime(time)
