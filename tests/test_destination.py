@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.transfer.destination import space_problems, target_problems
+from reshard.stores import source_path
+from reshard.transfer.destination import bucket_problems, space_problems, target_problems
 
 
 def found(target: Path, *sources: Path, foreign: list[str] | None = None) -> list[str]:
@@ -47,6 +48,13 @@ def test_a_source_inside_the_target_is_refused(tmp_path: Path, target: str) -> N
     told = inside if target == "." else same
     assert found(tmp_path / target, tmp_path / "src", foreign=[]) == [told]
     assert found(tmp_path / target, tmp_path / "src" / "iter_0000001", foreign=[]) == [inside]
+
+
+def test_a_source_beside_a_target_in_a_store_is_not_inside_it() -> None:
+    source = source_path("s3://bucket/model-base")
+    assert bucket_problems([source], "s3://bucket/model", [], foreign=None) == []
+    (problem,) = bucket_problems([source / "step"], "s3://bucket/model-base", [], foreign=None)
+    assert problem.code == "source-in-destination"
 
 
 @pytest.mark.parametrize(

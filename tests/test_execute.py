@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -277,6 +278,15 @@ def test_any_file_of_literals_and_blocks_is_put_together(tmp_path_factory, data)
     assert (target / "f").read_bytes() == bytes(expected)
 
 
+def test_bytes_right_after_a_batch_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "WINDOW_BYTES", 8)
+    values = np.arange(8, dtype=np.uint16)
+    whole = View.of(stored(tmp_path / "s", values), 8)
+    blocks = [Block("a", U16, (4,), lambda: whole[:4], 0), Block("b", U16, (4,), lambda: whole[4:], 12)]
+    execute(plan([OutputFile("f", 20, blocks, lambda: iter([(8, b"here")]))]), tmp_path)
+    assert (tmp_path / "f").read_bytes() == values[:4].tobytes() + b"here" + values[4:].tobytes()
+
+
 def test_an_output_goes_through_the_page_cache_where_it_can_stay_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +321,23 @@ def test_a_sink_writes_what_it_is_given_where_it_is_told(tmp_path: Path, where: 
     assert (folder / "f").read_bytes() == content.tobytes()
     if where == "memory":
         shutil.rmtree(folder)
+
+
+def test_bytes_that_the_disk_refused_once_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reports the failure once: the next fsync would succeed."""
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    sink = Sink(tmp_path / "f", 4)
+    sink.write(memoryview(b"data"), 0)
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        for name in ("fdatasync", "fsync"):
+            patch.setattr(os, name, fail, raising=False)
+        sink.flush()
+    with pytest.raises(OSError):
+        sink.close()
+    sink.abandon()
 
 
 def test_damage_passes_only_where_nobody_asked_for_a_check(tmp_path: Path) -> None:

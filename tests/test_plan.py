@@ -96,6 +96,8 @@ def test_the_audit_names_what_does_not_add_up() -> None:
         return Plan("a", "b", [OutputFile("f", 32, list(blocks))], 1, 16, {}, [], [])
 
     half = Block("w", bf16, (2, 4), tensor.source, 0)
+    with pytest.raises(ReshardError, match="found: 0 bytes"):
+        plan().audit([tensor])
     with pytest.raises(ReshardError, match="16 bytes"):
         plan(half).audit([tensor])
     with pytest.raises(ReshardError, match="bytes 8 to 24"):

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -18,6 +19,8 @@ from reshard.algebra.tensors import cells_of
 from reshard.base.errors import ReshardError
 from reshard.cluster import part_worker
 from reshard.formats import open_checkpoint
+from reshard.transfer.ledger import ByteRanges
+from reshard.transfer.source_files import Sources
 from tests.bad_input.damage import flip
 from tests.commandline import reshard
 
@@ -160,6 +163,16 @@ def test_a_change_between_two_runs(model: Path, change: Change, checksum: bool) 
     continues = change is link_and_protect and checksum
     assert len(notes) == 1 and notes[0].startswith("continuing" if continues else "starting over"), notes
     assert api.verify(model, dst) and api.verify(dst)
+
+
+def test_what_changed_is_another_source_if_its_checksums_were_too_many(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"values")
+    sources, kept, lost = Sources(), ByteRanges([(0, 6, crc32(b"values"))]), ByteRanges(None)
+    sources.open(path).close()
+    for header, values in ((kept, kept), (lost, kept), (kept, lost)):
+        seals = {str(path): (0, str(path), header.as_list())}
+        assert sources.still(seals, {str(path): values}) == (header is values is kept)
 
 
 def test_a_changed_copy_is_compared_again_by_the_next_run(

@@ -69,6 +69,14 @@ def test_the_old_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert names(tmp_path) == {"dst"} and names(tmp_path / "dst") == {"new", "both"}
 
 
+def test_what_is_kept_of_the_old_folder_replaces_nothing_new(tmp_path: Path) -> None:
+    target = tmp_path / "dst"
+    write(target, "both", "kept", "old")
+    with staged(target, {"both": 4}, overwrite=True, keeps=lambda: ["both", "kept"]) as folder:
+        (folder / "both").write_text("new!")
+    assert {path.name: path.read_text() for path in target.iterdir()} == {"both": "new!", "kept": "kept"}
+
+
 def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

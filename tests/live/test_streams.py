@@ -220,6 +220,18 @@ def test_values_that_do_not_fit_are_an_error(model: Path, tmp_path: Path) -> Non
     ]
 
 
+def test_values_that_do_not_fit_are_counted_in_all_parts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.test_overflow import with_values
+
+    monkeypatch.setattr(prefetch, "PART_BYTES", 32)
+    values = [1e30, *[0.0] * 20, 1e30]
+    large = with_values(model, tmp_path / "large", {"model.norm.weight": values})
+    with pytest.raises(ReshardError, match="2 values in the output"):
+        streamed(large, dtype="float16", names=["model.norm.weight"])
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
