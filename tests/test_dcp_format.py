@@ -25,11 +25,14 @@ from transformers import CLIPConfig, CLIPModel
 import reshard
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
+from reshard.containers.dcp_metadata import read_metadata, write_metadata
 from reshard.families import FAMILIES
 from reshard.oracle.transformers import transformers_logits
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.source_files import Sources
 from reshard.transfer.thread_files import OpenFiles
 from tests.commandline import reshard as command
+from tests.formats.test_dcp import written
 from tests.genuine import make_dcp
 from tests.genuine.live import live_and_hub
 from tests.genuine.make_torchtitan import SAVED as TITAN
@@ -313,6 +316,19 @@ def test_a_file_that_is_missing_and_one_that_is_short(saved: Callable[[str], Pat
     message = refused(folder)
     assert "__1_0.distcp" in message and "missing" in message
     assert "__2_0.distcp" in message and "cut short" in message
+
+
+def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
+    """As many elements as the tensor has, but the place of a chunk is another's, and its own is empty."""
+    written(tmp_path)
+    metadata = read_metadata(tmp_path / ".metadata", Sources())
+    for tensor in metadata.tensors.values():
+        tensor.chunks[:] = [chunk._replace(file=Path(chunk.file).name) for chunk in tensor.chunks]
+    metadata.objects.clear()
+    chunks = metadata.tensors["layers.weight"].chunks
+    chunks[1] = chunks[1]._replace(offsets=chunks[0].offsets)
+    (tmp_path / ".metadata").write_bytes(write_metadata(metadata))
+    assert "chunks of a tensor overlap" in refused(tmp_path)
 
 
 def test_two_models_in_one_state_dict(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:

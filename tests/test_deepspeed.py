@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from transformers import AutoModelForCausalLM
 import reshard
 from reshard.base.errors import Problem, ReshardError
 from reshard.formats.deepspeed import step_files
+from reshard.transfer.gather import Gatherer
+from reshard.transfer.thread_files import OpenFiles
 from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import make_deepspeed
@@ -431,6 +434,37 @@ def test_flat_parameters_without_model_states_have_no_shape(copy: Any) -> None:
         file.unlink()
     problems = problems_of(run)
     assert {problem.message for problem in problems} == {"the shape of a parameter is not recorded"}
+
+
+def test_a_second_name_in_a_universal_checkpoint_has_the_masters_too(copy: Any) -> None:
+    step = copy("universal_z2") / f"{TAG}_universal"
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    content = torch.load(step / "mp_rank_00_model_states.pt")
+    for shapes in content["param_shapes"]:
+        shapes.pop(head, None)
+    content["shared_params"] = {head: embedding}
+    content["module"][head] = content["module"][embedding]
+    torch.save(content, step / "mp_rank_00_model_states.pt")
+    shutil.rmtree(step / "zero" / head)
+    tensors = reshard.open(step.parent).checkpoint.tensors
+    assert tensors[head] == tensors[embedding] and tensors[head].dtype.name == "float32"
+
+
+def test_padding_behind_each_parameter_is_skipped(tmp_path: Path) -> None:
+    """That of `parameter_alignment` in DeepSpeed 0.19, in a vector of one rank."""
+    shapes = {"first.weight": torch.Size([3]), "second.weight": torch.Size([2, 2])}
+    torch.save({"module": {}, "param_shapes": [shapes]}, tmp_path / "mp_rank_00_model_states.pt")
+    vector = torch.tensor([1.0, 2, 3, 0, 4, 5, 6, 7])
+    state = {"single_partition_of_fp32_groups": [vector], "param_alignment_paddings": [[1, 0]]}
+    torch.save({"optimizer_state_dict": state}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    tensors = reshard.open(tmp_path).checkpoint.tensors
+    with closing(OpenFiles()) as files:
+        read = Gatherer(files, None).read
+        found = {name: read(each, 0, each.view.numel).view(np.float32) for name, each in tensors.items()}
+    assert {name: [*each] for name, each in found.items()} == {
+        "first.weight": [1, 2, 3],
+        "second.weight": [4, 5, 6, 7],
+    }
 
 
 def test_two_files_of_one_rank_are_refused(copy: Any) -> None:

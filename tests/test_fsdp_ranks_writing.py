@@ -149,6 +149,13 @@ def kept(folder: Path, source: Path, world: int, out: Path) -> dict[str, Any]:
     return dict(torch.load(out, weights_only=False))
 
 
+def test_parameters_have_the_order_in_which_the_optimizer_counts_them(tmp_path: Path) -> None:
+    reshard.convert(ACTOR, tmp_path / "ranks", to="fsdp-ranks", dp=1, with_optimizer=True)
+    files = ACTOR / "model_world_size_2_rank_0.pt", tmp_path / "ranks" / "model_world_size_1_rank_0.pt"
+    theirs, ours = (list(read_torch_file(file, Sources())) for file in files)
+    assert ours == theirs
+
+
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_a_run_goes_on_with_other_ranks(world: int, tmp_path: Path) -> None:
     """Weights, states, steps, settings and the schedule are the same, bit for bit."""

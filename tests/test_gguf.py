@@ -283,6 +283,18 @@ def finished(writer: GGUFWriter) -> None:
     writer.close()
 
 
+def test_data_begins_where_the_alignment_of_the_file_puts_it(tmp_path: Path) -> None:
+    values = np.arange(32, dtype=np.float32)
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_custom_alignment(4096)
+    writer.add_tensor("output_norm.weight", values)
+    finished(writer)
+    tensor = reshard.open(tmp_path / "model.gguf").checkpoint.tensors["output_norm.weight"]
+    with closing(OpenFiles()) as files:
+        found = Gatherer(files, None).read(tensor, 0, 32).view(np.float32)
+    assert np.array_equal(found, values)
+
+
 def test_blocks_become_a_folder(model: Model, tmp_path: Path) -> None:
     folder, file = model("qwen3"), tmp_path / "model.gguf"
     reshard.convert(folder, file, quantize="q8_0")

@@ -240,6 +240,19 @@ def test_shards_that_changed_names_are_read_by_the_names_in_them(hf_model: Model
     assert reshard.verify(folder, source).equal
 
 
+def test_an_index_of_other_tensors_than_the_shards_have_is_refused(hf_model: Models, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(hf_model("qwen3", max_shard_size="200KB"), tmp_path / "stale"))
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.extra.weight"] = index["weight_map"].pop("model.norm.weight")
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ReshardError) as raised:
+        reshard.open(folder)
+    assert [(problem.code, problem.tensor) for problem in raised.value.problems] == [
+        ("indexed-tensor-missing", "model.extra.weight"),
+        ("tensor-not-in-index", "model.norm.weight"),
+    ]
+
+
 def test_shards_of_torch_are_read(hf_model: Models, tmp_path: Path) -> None:
     source = hf_model("qwen3_moe")
     tensors = tensors_of(source)

@@ -312,6 +312,13 @@ def test_a_group_has_as_many_codes_as_its_bits_allow(bits: int) -> None:
     np.testing.assert_array_equal(codes * scales + biases, groups)
 
 
+def test_zero_is_a_code_of_the_nearest_number_of_steps_from_the_edge() -> None:
+    """2.2 is 2.06 steps from zero, which become two, as mlx rounds them: with three, -1 would be out of reach."""
+    codes, scales, biases = quantized_group(np.array([[-1, 0, 1.1, 2.2]], np.float32), 2)
+    assert codes.tolist() == [[3, 2, 1, 0]]
+    np.testing.assert_allclose([scales.item(), biases.item()], [-1.1, 2.2], rtol=1e-6)
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_packing(bits: int) -> None:
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (3, 192), dtype=np.uint8)

@@ -238,6 +238,15 @@ def test_a_run_of_deepspeed_goes_on_in_megatron(name: str, tmp_path: Path) -> No
     assert float(ours["optimizer.state.model.norm.weight.step"]) == 2
 
 
+def test_the_group_without_weight_decay_has_none_in_megatron(tmp_path: Path) -> None:
+    reshard.convert(
+        DEEPSPEED / "universal_z2", tmp_path / "out", to="megatron", with_optimizer=True, no_tokenizer=True
+    )
+    (file,) = tmp_path.glob("out/*/common.pt")
+    groups = torch.load(file, weights_only=False)["optimizer"]["optimizer"]["param_groups"]
+    assert [(group["wd_mult"], group["weight_decay"]) for group in groups] == [(1.0, 0.1), (0.0, 0.0)]
+
+
 def test_tensors_without_states_are_named(tmp_path: Path) -> None:
     """Some weights of this run were frozen, so DeepSpeed has no states for them."""
     options = {"to": "megatron", "dtype": "bfloat16", "with_optimizer": True, "no_tokenizer": True}

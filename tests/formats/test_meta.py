@@ -80,14 +80,21 @@ def test_the_width_is_what_meta_computes_of_its_settings(hidden: int) -> None:
         assert step * ((wide + step - 1) // step) == width
 
 
-def test_the_scaled_rope_of_a_tied_model_is_that_of_llama_3_2(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tied", "factor"), [(False, 8), (True, 32)])
+def test_the_scaled_rope_of_a_tied_model_is_that_of_llama_3_2(
+    tied: bool, factor: int, tmp_path: Path
+) -> None:
     source = tmp_path / "source"
     shutil.copytree(GENUINE, source)
+    for file in source.glob("*.pth") if tied else ():
+        content = torch.load(file)
+        del content["output.weight"]
+        torch.save(content, file)
     params = json.loads((source / "params.json").read_text())
     (source / "params.json").write_text(json.dumps(params | {"use_scaled_rope": True}))
     reshard.convert(source, tmp_path / "out", no_tokenizer=True)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["rope_parameters"]["factor"] == 8
+    assert config["rope_parameters"]["factor"] == factor
     assert any("factor of the scaled rope" in note for note in reshard.inspect(source).notes)
 
 

@@ -234,6 +234,17 @@ def test_the_file_of_another_rank_is_an_error(tmp_path: Path) -> None:
     assert {each["code"] for each in done.json["problems"]} == {"rank-file-copied"}
 
 
+def test_the_norms_of_ranks_are_compared(base: Path, tmp_path: Path) -> None:
+    with tarfile.open(DATA / RANKS) as archive:
+        archive.extractall(tmp_path, filter="data")
+    file = tmp_path / "tp_rank_01_pp_rank_001/model_weights.ckpt"
+    content = torch.load(file, weights_only=False)
+    content["model.decoder.final_layernorm.weight"] += 1
+    torch.save(content, file)
+    with pytest.raises(ReshardError, match="final_layernorm"):
+        reshard.convert(tmp_path, tmp_path / "out", base=base)
+
+
 def test_names_of_nemo_s_own_model(base: Path, tmp_path: Path) -> None:
     """Of `mcore_gpt: false`, whose rows have the same order: translated here from Megatron-Core's."""
     with tarfile.open(DATA / RANKS) as archive:
