@@ -465,6 +465,15 @@ def test_a_part_is_not_begun_before_its_worker_has_ended(tmp_path: Path) -> None
     first.wait()
 
 
+def test_a_claim_that_is_gone_tells_its_worker_to_stop(tmp_path: Path) -> None:
+    claim = tmp_path / "1.claim"
+    part_claims.stake(claim, "token")
+    with part_claims.held(claim, "token") as is_stopped:
+        assert not is_stopped()
+        claim.unlink()
+        assert is_stopped()
+
+
 def test_workers_of_an_earlier_run_are_stopped_before_another_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

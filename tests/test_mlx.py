@@ -484,6 +484,18 @@ def test_names_of_every_model_are_undone() -> None:
             assert (again.patterns, again.replacements) == (rule.patterns, rule.replacements), model_type
 
 
+def test_the_bias_of_a_router_stays_in_float32_as_mlx_lm_keeps_it(tmp_path: Path) -> None:
+    """`cast_predicate` of its `deepseek_v3.py` leaves it out."""
+    huggingface.make_model("deepseek_v3", tmp_path / "plain", dtype="bfloat16")
+    reshard.convert(tmp_path / "plain", tmp_path / "out", to="mlx")
+    was, now = (
+        {name: each for name, each in tensors_of(folder).items() if name.endswith("e_score_correction_bias")}
+        for folder in (tmp_path / "plain", tmp_path / "out")
+    )
+    assert {each.dtype for each in was.values()} == {torch.float32}
+    assert_same_tensors(now, was)
+
+
 def test_what_mlx_leaves_out_of_a_quantized_model_is_counted(tmp_path: Path) -> None:
     huggingface.make_model("deepseek_v3_mtp", tmp_path / "plain", dtype="bfloat16")
     quantized.fp8(tmp_path / "plain", tmp_path / "source")

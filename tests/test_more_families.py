@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +17,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+import megatron.core
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
@@ -39,6 +42,7 @@ from tests.judges import (
     judged_by_megatron,
     tensors_of,
 )
+from tests.test_dcp_format import as_torch_reads
 
 Models = Callable[..., Path]
 
@@ -203,6 +207,34 @@ def test_layers_of_glm_5_may_share_an_indexer() -> None:
     assert found == (0, 1, 2, 6, 10)
     with pytest.raises(ValueError, match="no interval"):
         table.to_args({"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "full"]})
+
+
+def test_the_mtp_layer_of_glm_5_gets_no_copies_of_embedding_and_head(tmp_path: Path) -> None:
+    hub = make_model_type("glm_moe_dsa", tmp_path / "hub")
+    assert "model.layers.4.eh_proj.weight" in tensors_of(hub)
+    reshard.convert(hub, tmp_path / "there", to="megatron", no_tokenizer=True)
+    reshard.convert(tmp_path / "there", tmp_path / "back", base=hub, no_tokenizer=True)
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(hub))
+
+
+def test_without_a_list_the_layers_of_llama_4_with_experts_are_those_of_transformers() -> None:
+    config = AutoConfig.for_model("llama4_text", num_hidden_layers=6, interleave_moe_layer_step=2)
+    args = FAMILIES["llama4_text"].config.to_args({**config.to_dict(), "moe_layers": None})
+    assert args["moe_layer_freq"] == [int(layer in config.moe_layers) for layer in range(6)]
+
+
+def test_megatron_divides_the_projection_of_mamba_as_nemotron_h_joins_it(tmp_path: Path) -> None:
+    """transformers splits it into the gate z, then x, B and C, and dt."""
+    hub = make_model_type("nemotron_h", tmp_path / "hub")
+    reshard.convert(hub, tmp_path / "there", to="megatron", no_tokenizer=True)
+    mixer = Path(megatron.core.__file__).with_name("ssm") / "mamba_mixer.py"  # which imports triton
+    [parts] = re.findall(r'\["z", .*\]', mixer.read_text())
+    [stored] = (tmp_path / "there").glob("*/.metadata")
+    found = as_torch_reads(stored.parent)
+    joined = torch.cat(
+        [found[f"decoder.layers.0.mixer.in_proj.weight.{part}"] for part in ast.literal_eval(parts)]
+    )
+    assert torch.equal(joined, tensors_of(hub)["backbone.layers.0.mixer.in_proj.weight"])
 
 
 def test_megatron_computes_nemotron(tmp_path: Path) -> None:

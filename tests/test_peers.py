@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 import reshard
 from reshard.base.errors import ReshardError
+from reshard.families import FAMILIES
 from reshard.folders.base_hints import RUN_CONFIG
 from tests import commandline
 from tests.environments import python
@@ -133,6 +135,14 @@ def test_what_megatron_bridges_own_modules_hold_converts_back(tmp_path: Path) ->
     assert_equal(tmp_path / "ours", base)
     reshard.convert(base, tmp_path / "there", to="megatron", tp=1, pp=2)
     assert_equal(tmp_path / "there", DATA / "bridge" / "gemma3", base=base)
+
+
+def test_megatron_bridge_writes_the_base_of_the_windowed_layers_of_gemma_3_first() -> None:
+    config = AutoConfig.for_model("gemma3_text", **SMALL_GEMMA3["text_config"])
+    ours = FAMILIES["gemma3_text"].config.to_args(config.to_dict())
+    theirs = reshard.open(DATA / "bridge" / "gemma3").checkpoint.args or {}
+    assert list(ours["rotary_base"]) == theirs["rotary_base"] == [5e3, 5e5]
+    assert ours["rope_scaling_factor"] == theirs["rope_scaling_factor"]
 
 
 def test_what_ms_swift_saved_of_gated_delta_nets_converts_back(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from reshard.families.mechanisms import REARRANGED
 from reshard.families.megatron_flags import flags_not_restored
 from reshard.families.rope import rope_parameters
 from reshard.oracle.transformers import load_model, transformers_logits
-from tests.genuine.huggingface import PAD, VARIANTS, VOCAB_SIZE, make_model
+from tests.genuine.huggingface import LLAMA3_ROPE, PAD, VARIANTS, VOCAB_SIZE, make_model
 
 CONFIG_MAPS = {name: family.config for name, family in FAMILIES.items()}
 DEEPSEEK_V3, LLAMA, MIXTRAL, QWEN2, QWEN3_MOE = (
@@ -176,9 +176,22 @@ def test_megatron_core_accepts_the_arguments(name: str, tmp_path: Path) -> None:
     assert built.layernorm_epsilon == config["rms_norm_eps"]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_rope_scaling", "qwen2"])
-def test_both_frameworks_rotate_by_the_same_angles(name: str, tmp_path: Path) -> None:
-    folder, config = folder_and_config(name, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("llama", {}),
+        ("llama_rope_scaling", {}),
+        (
+            "llama_rope_scaling",
+            {"rope_parameters": {**LLAMA3_ROPE, "factor": 32.0}},
+        ),  # 8 is Megatron's default
+        ("qwen2", {}),
+    ],
+)
+def test_both_frameworks_rotate_by_the_same_angles(
+    name: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, config = folder_and_config(name, tmp_path, **overrides)
     args = args_of(config)
     rope = RotaryEmbedding(
         kv_channels=args["kv_channels"],
