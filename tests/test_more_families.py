@@ -213,8 +213,34 @@ def test_the_mtp_layer_of_glm_5_gets_no_copies_of_embedding_and_head(tmp_path: P
     hub = make_model_type("glm_moe_dsa", tmp_path / "hub")
     assert "model.layers.4.eh_proj.weight" in tensors_of(hub)
     reshard.convert(hub, tmp_path / "there", to="megatron", no_tokenizer=True)
-    reshard.convert(tmp_path / "there", tmp_path / "back", base=hub, no_tokenizer=True)
+    reshard.convert(tmp_path / "there", tmp_path / "back", no_tokenizer=True)
     assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(hub))
+
+
+def test_layers_of_ernie_with_experts_are_those_of_transformers() -> None:
+    sizes = {
+        "num_hidden_layers": 9,
+        "moe_layer_start_index": 1,
+        "moe_layer_interval": 3,
+        "moe_num_experts": 2,
+    }
+    config = AutoConfig.for_model("ernie4_5_moe", **sizes)
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(config).model.layers
+    args = FAMILIES["ernie4_5_moe"].config.to_args(config.to_dict())
+    assert args["moe_layer_freq"] == [int(hasattr(layer.mlp, "experts")) for layer in layers]
+    assert 0 < sum(args["moe_layer_freq"]) < 9
+
+
+def test_a_greedy_router_of_deepseek_v2_is_not_limited_to_groups() -> None:
+    """`DeepseekV2TopkRouter` of transformers reads the numbers of groups only for another `topk_method`."""
+    config = {"num_hidden_layers": 2, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+    table = FAMILIES["deepseek_v2"].config
+    limited, greedy = (
+        table.to_args({**config, "topk_method": method}).get("moe_router_num_groups")
+        for method in ("group_limited_greedy", "greedy")
+    )
+    assert (limited, greedy) == (4, None)
 
 
 def test_without_a_list_the_layers_of_llama_4_with_experts_are_those_of_transformers() -> None:

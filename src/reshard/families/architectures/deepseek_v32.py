@@ -56,7 +56,7 @@ class SharedIndexers(ConfigEntry):
         if types := config.get("indexer_types"):
             full = tuple(i for i, kind in enumerate(types) if kind == "full")
             shared = [i for i in range(len(types)) if i not in full]
-            offset = shared[0] if shared else 0
+            offset = shared[0] if shared else offset
             freq = next((i - offset + 1 for i in full if i >= offset), len(types)) if shared else 1
             if indexed_layers(freq, offset, len(types)) != full:
                 raise ValueError(f"indexer_types {types!r} follow no interval")
