@@ -8,6 +8,7 @@ import re
 import shlex
 import types
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,6 +124,7 @@ def commands(page: Path) -> Iterator[list[str]]:
             yield words
 
 
+@cache
 def flags() -> set[str]:
     names: set[str] = set()
     for command in (*map(command_named, COMMANDS), *DROP_INS):
@@ -183,6 +185,7 @@ def test_links_lead_to_files(page: Path) -> None:
     assert not missing
 
 
+@cache
 def definitions() -> set[str]:
     """The functions and classes of the repository."""
     files = (
@@ -205,10 +208,10 @@ def exists(span: str, defined: set[str]) -> bool:
     if attribute := re.fullmatch(r"reshard\.(?!json)(\w+)", span):
         return hasattr(reshard, attribute[1])
     member = re.fullmatch(r"(\w+)\.(\w+)", span)
-    if member and member[1] in defined - FOREIGN_MODULES:
+    if member and member[1] in defined and member[1] not in FOREIGN_MODULES:
         return member[2] in defined
     if function := re.fullmatch(r"(?:\w+\.)*(\w+)\(.*\)", span):
-        return function[1] in defined | FOREIGN_FUNCTIONS
+        return function[1] in defined or function[1] in FOREIGN_FUNCTIONS
     if flag := re.match(r"--[a-z][\w-]+", span):
         return flag[0] in flags() | FOREIGN_FLAGS
     return True

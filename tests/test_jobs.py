@@ -42,6 +42,7 @@ def collected(*words: str) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_a_part_is_what_pytest_runs() -> None:
     folders = ("tests/memory", "tests/plugins")
     assert collected("--part", "training", *folders) == {file for file in FILES if file.startswith("memory/")}

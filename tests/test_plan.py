@@ -65,6 +65,7 @@ def test_every_element_is_read_once_and_written_once(tmp_path: Path, name: str, 
         assert read["elements"] + padding == checkpoint.parameters
 
 
+@pytest.mark.slow
 def test_a_model_of_671_billion_parameters_is_planned_from_headers(tmp_path: Path) -> None:
     model = make(tmp_path / "v3", DEEPSEEK_V3, sparse=True)
     on_disk = sum(path.stat().st_blocks * 512 for path in model.iterdir())

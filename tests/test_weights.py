@@ -332,6 +332,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, sum(each.nbyt
 """
 
 
+@pytest.mark.slow
 def test_a_state_dict_takes_little_more_memory_than_the_model(tmp_path: Path) -> None:
     from tests.genuine.huggingface import make_model
 

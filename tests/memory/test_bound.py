@@ -181,6 +181,7 @@ def test_what_does_not_fit_is_refused_with_the_number_that_would(folder: Path, d
     rmtree(target, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_copied_without_being_loaded(folder: Path, tmp_path: Path) -> None:
     """It is parsed only if its number of tokens matters: if Megatron's embedding has other rows than the config."""
     source, padded, back = tmp_path / "model", tmp_path / "padded", tmp_path / "back"

@@ -55,6 +55,7 @@ def assert_saved(run: Run, sent: signal.Signals, shown: str) -> None:
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_signal_to_the_launcher_saves_the_step(sent: signal.Signals, make_run: Make) -> None:
     run = make_run(**GOING)
     process = start(run)
