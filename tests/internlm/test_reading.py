@@ -222,6 +222,22 @@ def test_qk_interleaved_of_later_versions_goes_before_adapt_hf(
     assert same_as_before(folder, tmp_path / "out", hub("internlm2-interleaved")) == []
 
 
+def test_rows_in_pairs_of_the_first_internlm_are_put_in_halves(
+    copy_of: Copies, tmp_path: Path, hub: Callable[[str], Path]
+) -> None:
+    """Of queries and keys; the same files mean other rows if the config says so."""
+    folder = copy_of("internlm1-tp2")
+    config_with(folder, adapt_hf=False)
+    reshard.convert(folder, tmp_path / "out", no_tokenizer=True)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    half = config["hidden_size"] // config["num_attention_heads"] // 2
+    found = tensors_of(tmp_path / "out")
+    for name, rows in tensors_of(hub("internlm1-tp2")).items():
+        pairs = ".q_proj." in name or ".k_proj." in name
+        expected = rows.unflatten(0, (-1, half, 2)).transpose(1, 2).flatten(0, 2) if pairs else rows
+        assert torch.equal(found[name], expected), name
+
+
 @pytest.mark.parametrize(("name", "order"), [("llama-tp2", "in pairs"), ("internlm2-isp", "in halves")])
 def test_a_note_says_which_order_of_rotary_rows_was_assumed(
     name: str, order: str, hub: Callable[[str], Path]
