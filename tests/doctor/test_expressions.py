@@ -201,7 +201,6 @@ def slow_line(search: Callable[[str], object], pattern: re.Pattern[str]) -> str:
 
 
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.slow
 def test_no_expression_takes_long_for_any_line(part: int) -> None:
     every = [each for each in expressions() if each[0] not in OWN]
     assert len(every) > 700
