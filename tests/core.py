@@ -12,11 +12,6 @@ from typing import Any
 import pytest
 
 
-def unmatched(ids: list[str], patterns: tuple[str, ...]) -> list[str]:
-    """The patterns that match none of the ids of a test."""
-    return [pattern for pattern in patterns if not any(fnmatchcase(each, pattern) for each in ids)]
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the other cases as slow, before pytest selects by `-m`. Raises UsageError for a pattern without a case."""
@@ -32,8 +27,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _select(name: str, cases: list[Any]) -> list[str]:
     """Mark the slow cases of one test; returns what is wrong with its patterns."""
     patterns = cases[0].get_closest_marker("core").args
+    found: set[str] = set()
     for case in cases:
-        if not any(fnmatchcase(case.callspec.id, pattern) for pattern in patterns):
+        matching = {pattern for pattern in patterns if fnmatchcase(case.callspec.id, pattern)}
+        found |= matching
+        if not matching:
             case.add_marker(pytest.mark.slow)
-    ids = [case.callspec.id for case in cases]
-    return [f"{name}: no case matches the core {pattern!r}" for pattern in unmatched(ids, patterns)]
+    return [f"{name}: no case matches {pattern!r}" for pattern in patterns if pattern not in found]
