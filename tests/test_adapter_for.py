@@ -109,7 +109,7 @@ def test_lower_ranks_of_one_strength_are_filled_up_for_sglang(hf_model: Model, t
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("parameters", [(GATE_UP, DOWN), (GATE_UP,), (DOWN,)])
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.core("*-qwen3_moe")
+@pytest.mark.core("vllm-parameters0-qwen3_moe", "peft-parameters1-qwen3_moe", "sglang-parameters2-qwen3_moe")
 def test_stacked_experts_compute_the_same_in_every_layout(
     engine: str, parameters: tuple[str, ...], name: str, hf_model: Model, tmp_path: Path
 ) -> None:

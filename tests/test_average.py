@@ -56,6 +56,7 @@ def edited(source: Path, out: Path, edit: Callable[[dict[str, torch.Tensor]], ob
 # ------------------------------------------------------------------------------------------------ the sums
 
 
+@pytest.mark.core("*-bfloat16", "weights2-float32")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("weights", [None, (3, 1, 1), (0.5, 0.3, 0.2), (1.5, -1, 0.5)])
 def test_sums_are_those_of_torch(

@@ -348,6 +348,7 @@ def test_int4_experts_become_plain(hf_model: Models, tmp_path: Path) -> None:
 CHANNEL = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None}
 
 
+@pytest.mark.core("*-None")
 @pytest.mark.parametrize("memory", [None, "24MiB"])
 @pytest.mark.parametrize(
     ("settings", "wide", "reordered"),

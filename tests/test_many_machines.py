@@ -131,6 +131,7 @@ def test_dask_writes_what_threads_write(
     assert not leftovers(tmp_path / "dask")
 
 
+@pytest.mark.slow
 def test_values_that_workers_cannot_cast_are_refused(
     sources: dict[str, Path], dask: str, tmp_path: Path
 ) -> None:
@@ -229,7 +230,7 @@ def test_dask_continues_what_threads_left(
 
 
 @pytest.mark.parametrize("first", ["threads", "dask"])
-@pytest.mark.core("dask")
+@pytest.mark.slow
 def test_what_changed_between_two_runs_is_written_again(
     sources: dict[str, Path], dask: str, tmp_path: Path, first: str
 ) -> None:

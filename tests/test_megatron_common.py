@@ -115,6 +115,7 @@ def test_logits_that_the_installed_megatron_cannot_compute(tmp_path: Path) -> No
 # ------------------------------------------------------------------------------------------- torch's DCP
 
 
+@pytest.mark.core("qwen3-moe")
 @pytest.mark.parametrize("args", [QWEN3, QWEN3_MOE], ids=["qwen3", "qwen3-moe"])
 def test_torch_dcp_holds_what_torch_dist_holds(args: dict[str, Any], tmp_path: Path) -> None:
     torch_dcp.make(args, tmp_path)

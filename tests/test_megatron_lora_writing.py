@@ -84,6 +84,7 @@ def test_keys_shapes_and_chunks_are_those_of_megatron_bridge(tmp_path: Path) -> 
     assert sorted(settings["target_modules"]) == sorted(genuine.LINEARS)
 
 
+@pytest.mark.core("{'tp': 4}-*", "{'tp': 1, 'pp': 2}-bridge-tp2")
 @pytest.mark.parametrize("name", ["bridge-tp2", "swift-tp2", "swift-pp2"])
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 1, "pp": 2}, {"tp": 4}], ids=str)
 def test_a_shared_lora_a_comes_back_bit_for_bit(name: str, layout: dict[str, int], tmp_path: Path) -> None:

@@ -74,6 +74,14 @@ EVERY_AXIS = (
 """Variants with every axis of ranks once; the others differ from them in their weights."""
 
 
+@pytest.mark.core(
+    "plain-moe-ep2",
+    "qwen3-moe-tp2-pp2-ep4-etp1",
+    "qwen2-tied-pp2",
+    "qwen2-pipeline-layout",
+    "qwen3-pp2-vpp2",
+    "qwen3-shared-groups*",
+)
 @pytest.mark.parametrize(
     "name",
     [
@@ -195,6 +203,7 @@ def loaded_by_torch(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.core("qwen3-moe-tp2-pp2-ep4-etp1")
 @pytest.mark.parametrize("name", ["qwen3-moe-tp2-pp2-ep2-etp2", "qwen3-moe-tp2-pp2-ep4-etp1"])
 def test_ranks_of_files_whose_arguments_do_not_tell_the_model(
     name: str, genuine: Maker, tmp_path: Path

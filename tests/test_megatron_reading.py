@@ -55,8 +55,7 @@ TELLING = {
 )
 @pytest.mark.core(
     *(f"{name}-torch_dist" for name in TELLING),
-    *("qwen3-moe-per-layer-torch_dist", "qwen2-uneven-torch_dist", "gpt-oss-te-torch_dist"),
-    *("qwen2-moe-te-torch_dist", "glm4-moe-torch_dist", "qwen3-moe-singleton-torch_dist"),
+    *("gpt-oss-te-torch_dist", "glm4-moe-torch_dist", "qwen3-moe-singleton-torch_dist"),
     *("qwen2-tied-pp2-torch", "qwen3-moe-tp2-pp2-ep4-etp1-torch", "qwen3-pp2-vpp2-torch"),
 )
 def test_transformers_computes_what_megatron_computes(

@@ -132,13 +132,12 @@ def saved_again(folder: Path, out: Path, layout: Layout, spec: LayerSpec, format
     list(product(CASES, FORMATS)),
 )
 @pytest.mark.core(
-    *("dense-megatron", "all biases-megatron", "tied over stages-megatron", "uneven ends-megatron"),
+    *("dense-megatron", "all biases-megatron", "tied over stages-megatron"),
     *("ranks that share a query group, softmax offsets-megatron", "experts in some layers-megatron"),
-    *("experts, sparse set of files-megatron", "experts, local-megatron", "two MTP layers-megatron"),
+    *("experts, sparse set of files-megatron", "experts, local-megatron"),
     "latent attention and MTP, uneven virtual stages-megatron",
     # files of ranks
     *("uneven virtual stages-megatron-legacy", "gated shared expert, local-megatron-legacy"),
-    "ranks that share a query group, experts-megatron-legacy",
 )
 def test_megatron_writes_the_same(
     name: str, to: str, hf_model: Models, transformer_engine: Executor, tmp_path: Path
@@ -396,8 +395,7 @@ ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
 )
 @pytest.mark.core(
     *("qwen2-tp2-pp2-layout1-torch_dist-megatron-legacy", "qwen2-pipeline-layout-*-torch-megatron"),
-    *("qwen3-moe-ep2-layout26-torch-megatron", "qwen2-shared-group-tp4-*-torch-megatron"),
-    *("qwen2-tied-pp2-*-torch-megatron", "deepseek-v3-te-*-torch-megatron"),
+    *("qwen2-shared-group-tp4-*-torch-megatron", "deepseek-v3-te-*-torch-megatron"),
 )
 def test_megatron_to_megatron_in_another_layout(
     variant: str,
@@ -464,6 +462,7 @@ def weights_of_rank(folder: Path) -> dict[str, torch.Tensor]:
 # --------------------------------------------------------------------------------------------- dtypes
 
 
+@pytest.mark.core("*-megatron")
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize(
     "stored, wanted", [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32")]
@@ -497,6 +496,7 @@ def test_megatron_computes_with_bfloat16_weights(hf_model: Models, tmp_path: Pat
     assert_agree(judged_by_megatron(tmp_path / "out").logits, transformers_logits(source, TOKENS))
 
 
+@pytest.mark.core("dots1", "deepseek_v2")
 @pytest.mark.parametrize("variant", ["deepseek_v2", "deepseek_v3", "dots1", "glm4_moe"])
 def test_layers_of_a_family_that_may_begin_with_dense_ones_are_not_stacked(
     variant: str, hf_model: Models, tmp_path: Path

@@ -129,7 +129,7 @@ def named(*, alone: bool | None = None) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", named())
-@pytest.mark.core("distributed optimizer", "experts with*")
+@pytest.mark.core("distributed optimizer")
 def test_megatron_trains_on_as_if_it_had_never_stopped(name: str, runs: Runs, tmp_path: Path) -> None:
     """bfloat16 rounds differently in another layout, whichever program reshards; float32 shows that nothing is lost."""
     case, source, losses = runs(name)

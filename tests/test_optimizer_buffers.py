@@ -40,7 +40,7 @@ def convert(source: Path, out: Path, layout: Layout) -> Path:
 
 
 @pytest.mark.parametrize("name", BUFFERED)
-@pytest.mark.core("buffered-moe", "buffered-tied-pp2-vpp2", "buffered-te-moe")
+@pytest.mark.core("buffered-moe", "buffered-te-moe")
 def test_states_are_those_that_megatron_holds(name: str, genuine: Make, tmp_path: Path) -> None:
     """For each parameter of each rank, whatever the layout, the buckets, the modules and the dtype."""
     made = genuine(name)
@@ -88,7 +88,7 @@ Runs = Callable[[str], tuple[Case, Path, Path, tuple[float, ...]]]
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.core("dense", "experts")
+@pytest.mark.core("dense")
 def test_the_output_is_that_of_portable_states(name: str, runs: Runs, tmp_path: Path) -> None:
     """Every byte of all tensors, and the optimizer's part of common.pt, also in another layout."""
     case, buffers, portable, _ = runs(name)
@@ -267,6 +267,13 @@ DAMAGES = {
 }
 
 
+@pytest.mark.core(
+    "the weights of two layers",
+    "two pieces of a bucket",
+    "the masters are missing",
+    "a piece of the moments is missing",
+    "the buckets of two ranks",
+)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_buffers_are_refused(name: str, runs: Runs, tmp_path: Path) -> None:
     change, code = DAMAGES[name]

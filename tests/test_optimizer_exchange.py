@@ -121,6 +121,7 @@ def test_a_run_of_torch_goes_on_in_megatron(
     assert in_megatron(ours, tmp_path / "on", layout, bf16=False) == pytest.approx(losses, rel=EXACT)
 
 
+@pytest.mark.core("qwen3_tied")
 def test_its_weights_become_main_weights_beside_bfloat16(
     run: tuple[Path, list[float]], tmp_path: Path
 ) -> None:

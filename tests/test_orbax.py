@@ -81,6 +81,17 @@ def problem_of(*words: object) -> dict[str, Any]:
     return dict(found)
 
 
+@pytest.mark.core(
+    "gemma3_text",
+    "gemma3_text_unscanned",
+    "deepseek_v3",
+    "deepseek_v3_unscanned",
+    "llama",
+    "llama_first_axis",
+    "qwen3_moe",
+    "deepseek_v2",
+    "mixtral",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_it_reads_what_to_huggingface_writes(case: str, tmp_path: Path, tensorstore: Any) -> None:
     reshard.convert(DATA / case, tmp_path / "out", no_tokenizer=True)
@@ -115,6 +126,7 @@ def test_rows_are_padded_on_request(tmp_path: Path, tensorstore: Any) -> None:
     assert arrays_of(tmp_path / "out/0/items") == arrays_of(DATA / "gemma2/3/items")
 
 
+@pytest.mark.core("gemma3_text", "deepseek_v3")
 @pytest.mark.parametrize("case", ["llama", "llama_unscanned", "deepseek_v3", "gemma3_text"])
 def test_what_it_writes_is_read_without_tensorstore(case: str, tmp_path: Path) -> None:
     """Its arrays are not compressed. A model that is rounded is the same again after the first time."""

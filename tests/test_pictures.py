@@ -27,6 +27,7 @@ def test_the_overview_is_the_one_drawn(mode: str) -> None:
     assert stored(f"overview-{mode}") == pictures.overview(mode)
 
 
+@pytest.mark.core("doctor")
 @pytest.mark.parametrize("name", ["terminal", "doctor"])
 def test_a_terminal_shows_what_is_printed_now(name: str) -> None:
     assert shown(stored(name)) == shown(pictures.recorded(name)), "python -m tools.pictures redraws it"

@@ -95,6 +95,7 @@ WHOLE = {"qk_nope_head_dim": 24, "v_head_dim": 8}
 MODELS: dict[str, dict[str, int]] = {"qwen3_tied": {}, "qwen2_moe": {}, "deepseek_v3_mtp": WHOLE}
 
 
+@pytest.mark.core("deepseek_v3_mtp-fp8", "qwen2_moe-fp8-ue8m0", "qwen3_tied-fp8")
 @pytest.mark.parametrize("kind", ["fp8", "fp8-ue8m0"])
 @pytest.mark.parametrize("name", MODELS)
 def test_fp8_is_what_transformers_makes(name: str, kind: str, hf_model: Models, tmp_path: Path) -> None:
@@ -130,6 +131,7 @@ def assert_the_modules_that_transformers_replaces(folder: Path, chosen: set[str]
     assert replaced == ours, (sorted(replaced - ours)[:4], sorted(ours - replaced)[:4])
 
 
+@pytest.mark.core("fp8")
 @pytest.mark.parametrize("kind", ["fp8", "fp8-ue8m0"])
 def test_fp8_deepseek_with_mtp_through_megatron(kind: str, hf_model: Models, tmp_path: Path) -> None:
     """The scale of a bfloat16 weight can be recovered from its values, and so can the codes: the same bytes.

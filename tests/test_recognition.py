@@ -180,6 +180,7 @@ def test_another_model_is_refused_unless_it_is_meant(
     assert kept.plan.warnings == []
 
 
+@pytest.mark.core("qwen3-*", "dots1-*", "deepseek_v3-overrides6-*", "glm4_moe-overrides8-*")
 @pytest.mark.parametrize("name, overrides, says", TOLD)
 def test_what_megatron_computes_otherwise_is_told_where_no_weight_depends_on_it(
     name: str, overrides: dict[str, Any], says: str, hf_model: Models, tmp_path: Path

@@ -57,6 +57,7 @@ def routers(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.core("deepseek_v3", "glm4_moe", "hy_v3")
 @pytest.mark.parametrize("name", KEPT)
 def test_transformers_computes_the_same_with_dtype(
     name: str, saved: Callable[[str], Path], tmp_path: Path

@@ -115,7 +115,7 @@ def test_long_arrays_are_split_and_share_the_nodes(commands: Commands, tmp_path:
 
 
 @pytest.mark.parametrize("squeue", ["", 'echo "7 N/A"', "exit 1"], ids=["empty", "others", "no answer"])
-@pytest.mark.core("others")
+@pytest.mark.slow
 def test_jobs_that_are_gone_do_not_hang_the_run(
     commands: Commands, model: Path, tmp_path: Path, squeue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def test_overwrite_deletes_nothing_that_reshard_did_not_write(copy: Copy) -> Non
     assert refusal(*convert(src, *MEGATRON, "--overwrite"))["found"].endswith(" and 16 more")
 
 
+@pytest.mark.core("*-False")
 @pytest.mark.parametrize("said", [True, False])
 @pytest.mark.parametrize("to", ["huggingface", "megatron", "megatron-legacy", "dcp", "deepspeed", "internlm"])
 def test_overwrite_replaces_what_reshard_wrote(

@@ -72,6 +72,7 @@ def test_every_value_of_a_tokenizer(copy: Copy, key: str, value: Any) -> None:
     planned(src)
 
 
+@pytest.mark.slow
 def test_values_in_the_files_of_every_format(originals: Callable[[str], Path]) -> None:
     made = [originals(name) for name in ("torch_dist moe", "legacy", "sharded")]
     folders = [*(DATA / name for name in FOLDERS), *made]

@@ -354,6 +354,7 @@ def test_of_two_containers_the_second_is_refused(copy: Copy, container: tuple[st
     assert {path.name for path in src.parent.iterdir()} == {"src", "dst"}
 
 
+@pytest.mark.core("overwrite0")
 @pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
 def test_without_locks_one_of_two_has_its_whole_output_there(
     copy: Copy, container: tuple[str, ...], overwrite: tuple[str, ...]

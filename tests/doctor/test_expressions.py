@@ -36,8 +36,8 @@ AT_BEGINNING = {"reshard.diagnosis.text.tracebacks._FRAMES"}
 """Containers whose expressions are only tried at the beginning of a line."""
 OWN = {"reshard.diagnosis.entries.catalogue_entry._PARTS"}
 """Only matched against reshard's own texts."""
-ENDLESS = 1.0
-QUICK = 0.15
+ENDLESS = 2.0
+QUICK = 0.4
 """Seconds that no line may take when its length doubles, unless the time grows linearly."""
 TRIES = 8
 """The least of as many durations counts: other work on the machine only ever adds to them."""
@@ -200,6 +200,7 @@ def slow_line(search: Callable[[str], object], pattern: re.Pattern[str]) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_no_expression_takes_long_for_any_line(part: int) -> None:
     every = [each for each in expressions() if each[0] not in OWN]

@@ -247,6 +247,14 @@ CLASSES = {
 }
 
 
+@pytest.mark.core(
+    "trl-SFTConfig",
+    "trl-DPOConfig",
+    "trl-SFTTrainer",
+    "transformers-*",
+    "peft-LoraConfig",
+    "accelerate-Accelerator",
+)
 @pytest.mark.parametrize(("package", "name"), [(each, name) for each in CLASSES for name in CLASSES[each]])
 def test_a_keyword_that_is_refused_is_refused_by_the_class_and_its_new_name_taken(
     package: str, name: str

@@ -60,6 +60,7 @@ def test_a_rename_that_is_refused_leaves_the_old_folder_there_or_beside(tmp_path
     assert outcomes == ["refused, kept", "refused, kept", "refused, complete"]
 
 
+@pytest.mark.slow
 def test_a_journal_that_cannot_be_written_loses_nothing_that_it_said(tmp_path: Path) -> None:
     stage = scene(ROADS["continued"], tmp_path)
     lines = sum(call.name == "write" and Path(call.path).name == "journal" for call in stage.calls)
@@ -77,6 +78,7 @@ def test_a_source_that_cannot_be_looked_at_again_has_not_changed(tmp_path: Path)
         assert stage.strike(Fault(kind, name, last)) == "refused, kept"
 
 
+@pytest.mark.slow
 def test_a_few_faults_of_a_store(tmp_path: Path) -> None:
     with stores.server() as server:
         stage = stores.remote("from a bucket", tmp_path, server)

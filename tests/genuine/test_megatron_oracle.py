@@ -48,6 +48,7 @@ def assert_same(one: MegatronLogits, other: MegatronLogits) -> None:
         np.testing.assert_allclose(left, right, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.core("qwen3-moe-ep2-*", "qwen2-tied*")
 @pytest.mark.parametrize(
     "name, layouts",
     [

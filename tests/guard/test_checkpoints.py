@@ -142,6 +142,7 @@ def test_a_step_may_be_a_single_file(tmp_path: Path) -> None:
     assert saved_in(tmp_path).incomplete == {tmp_path / "step_20.pt": ["it is cut off"]}
 
 
+@pytest.mark.core("1", "10")
 @pytest.mark.parametrize("first", [1, 2, 5, 9, 10])
 def test_a_checkpoint_with_nan_is_not_continued_from(first: int, tmp_path: Path) -> None:
     layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

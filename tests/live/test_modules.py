@@ -153,7 +153,7 @@ def test_each_rank_reads_only_its_own_part(how: str, ranks: int, hf_model: Model
 @pytest.mark.parametrize(
     ("how", "code"), [("fsdp1", "live-module-in-fsdp1"), ("partial", "live-tensor-is-partial")]
 )
-@pytest.mark.core("partial-*")
+@pytest.mark.slow
 def test_what_is_sharded_otherwise_is_refused(how: str, code: str, hf_model: Models) -> None:
     source = str(hf_model("qwen3"))
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
@@ -170,6 +170,7 @@ def test_zero3_is_refused_until_it_is_gathered(hf_model: Models) -> None:
     assert "gathered: True" in done.stdout, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_no_second_copy_is_in_memory(hf_model: Models, tmp_path: Path) -> None:
     """A model of 240 MB: the process grows by little more."""
     source = hf_model("qwen3", hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=1024)

@@ -45,6 +45,7 @@ def megatron(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.core("3-file", "1-model")
 @pytest.mark.parametrize("order", ["file", "model"])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_parts_and_threads_change_nothing(

@@ -129,7 +129,7 @@ def assert_within(ended: Ended, bound: int = BOUND) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-@pytest.mark.core("lora", "mxfp4")
+@pytest.mark.core("lora")
 def test_a_road_keeps_within_the_bound(folder: Path, name: str) -> None:
     ready(folder, name)
 
@@ -165,6 +165,7 @@ def test_a_road_that_holds_a_tensor_dies_of_it(folder: Path) -> None:
     assert not target.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dry", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)])
 def test_what_does_not_fit_is_refused_with_the_number_that_would(folder: Path, dry: tuple[str, ...]) -> None:
     """The number that the refusal names is enough."""

@@ -99,6 +99,7 @@ def test_a_dry_run_moves_headers_and_a_conversion_each_byte_once(s3: S3, root: P
     assert reshard("verify", tmp_path / "out", f"s3://{BUCKET}/megatron").code == 0
 
 
+@pytest.mark.core("megatron")
 @pytest.mark.parametrize("source", ["model", "megatron"])
 def test_each_format_is_read_and_verified(s3: S3, root: Path, tmp_path: Path, source: str) -> None:
     api.convert(f"s3://{BUCKET}/{source}", tmp_path / "out", to="dcp")

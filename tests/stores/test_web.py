@@ -134,6 +134,7 @@ def test_a_window_that_cannot_be_fetched_is_an_error_for_all(web: Web, root: Pat
     assert not (tmp_path / "remote").exists()
 
 
+@pytest.mark.core("known names")
 @pytest.mark.parametrize("lists", [False, True], ids=["known names", "pages of links"])
 def test_a_remote_model_is_converted_as_a_local_one(
     web: Web, root: Path, tmp_path: Path, lists: bool
@@ -174,7 +175,7 @@ def test_the_folder_of_one_file_is_searched_once(web: Web, root: Path, tmp_path:
 
 
 @pytest.mark.parametrize("fault", [503, 429, "reset", "short"])
-@pytest.mark.core("short", "503")
+@pytest.mark.core("short")
 def test_faults_that_pass_change_nothing(web: Web, root: Path, tmp_path: Path, fault: int | str) -> None:
     web.fault = lambda path, number: fault if path.startswith("/shards/model-") and number < 2 else None
     api.convert(f"{web.address}/shards", tmp_path / "remote", to="megatron", tp=2)

@@ -54,6 +54,7 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wide", "narrow"),
     [

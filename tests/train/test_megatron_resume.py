@@ -163,7 +163,7 @@ def test_a_megatron_checkpoint_that_has_lost_a_file_is_not_continued_from(
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.core("True")
+@pytest.mark.slow
 def test_a_copied_checkpoint_is_complete_without_the_run_it_came_from(
     lora: bool, whole: Whole, tmp_path: Path
 ) -> None:

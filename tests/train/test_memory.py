@@ -230,6 +230,7 @@ def test_adapters_keep_inputs_and_merged_experts_but_not_what_frozen_norms_would
     assert (merged > 0) is ("num_experts" in config)
 
 
+@pytest.mark.core("True-False-True")
 @pytest.mark.parametrize(("lora", "autocast", "again"), [(False, True, False), (True, False, True)])
 def test_the_peak_of_real_steps_is_foretold(lora: bool, autocast: bool, again: bool, tmp_path: Path) -> None:
     """Two optimizer steps with TRL's head, and every allocation in torch's profile."""

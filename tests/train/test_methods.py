@@ -102,7 +102,7 @@ def plain_numbers(run: Run, folder: Path) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("method", NEW)
-@pytest.mark.core("kto", "rloo")
+@pytest.mark.core("rloo")
 def test_losses_are_those_of_plain_trl_to_the_bit(
     method: str, ran: Callable[..., Ran], tmp_path: Path
 ) -> None:

@@ -271,6 +271,7 @@ with signals.listening(None):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_that_have_just_begun_outlive_it_too(context: str) -> None:
     words = [sys.executable, "-c", BEGINNING, context]

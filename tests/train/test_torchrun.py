@@ -37,7 +37,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.core("2")
+@pytest.mark.slow
 def test_a_run_that_is_refused_leaves_nothing_behind(nproc: int, make_run: Make, tmp_path: Path) -> None:
     run = make_run(ranks=RunProcesses(nproc=nproc))
     started = launch.ahead(run)

@@ -6,6 +6,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
@@ -42,12 +43,17 @@ def identity_of(
     told = sha256(f"{wanted.meant!r} {checksum} {[path.resolve() for path in plan.sources.named]!r}".encode())
     for file in (each for each in plan.files if each.path != RECORD):
         told.update(f"\n{file.path!r} {file.size}".encode())
-    return OutputIdentity(_program(), plan.sources.digest(inodes=inodes), told.hexdigest())
+    program = _program_digest(Path(__file__).parents[1])
+    return OutputIdentity(program, plan.sources.digest(inodes=inodes), told.hexdigest())
 
 
-def _program() -> str:
-    """A digest of the code that determines the output: the version alone does not identify a checkout."""
-    package, digest = Path(__file__).parents[1], sha256(f"{__version__} {np.__version__}".encode())
+@cache
+def _program_digest(package: Path) -> str:
+    """A digest of the code that determines the output: the version alone does not identify a checkout.
+
+    Made once for each process, which goes on with the code that it has loaded.
+    """
+    digest = sha256(f"{__version__} {np.__version__}".encode())
     for part in PROGRAM_PACKAGES:
         for path in sorted((package / part).rglob("*.*")):  # tables of names, too
             digest.update(b"" if "__pycache__" in path.parts else path.read_bytes())
