@@ -82,15 +82,8 @@ def problem_of(*words: object) -> dict[str, Any]:
 
 
 @pytest.mark.core(
-    "gemma3_text",
-    "gemma3_text_unscanned",
-    "deepseek_v3",
-    "deepseek_v3_unscanned",
-    "llama",
-    "llama_first_axis",
-    "qwen3_moe",
-    "deepseek_v2",
-    "mixtral",
+    *("llama", "llama_first_axis", "gemma2", "gemma3_text", "gemma3_text_unscanned", "qwen3_moe", "mixtral"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v3_unscanned"),
 )
 @pytest.mark.parametrize("case", CASES)
 def test_it_reads_what_to_huggingface_writes(case: str, tmp_path: Path, tensorstore: Any) -> None:

@@ -148,7 +148,7 @@ def memory() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("road", ROADS)
-@pytest.mark.core("zip files from zip files", "one file")
+@pytest.mark.core("zip files from zip files", "torch_dist")
 def test_it_continues_where_it_was_killed(originals: Callable[[str], Path], memory: Path, road: str) -> None:
     source, options = ROADS[road]
     killed_everywhere(
@@ -259,7 +259,7 @@ def extended(path: Path) -> None:
     "spoil", [changed_bytes, changed_and_dated_back, truncated, truncated_and_extended, extended]
 )
 @pytest.mark.parametrize("road", ["shards", "one file", "torch_dist", "zip files", "dcp"])
-@pytest.mark.core("zip files-truncated", "zip files-changed_bytes", "dcp-*", "one file-*")
+@pytest.mark.core("zip files-truncated", "zip files-changed_bytes", "dcp-*", "shards-*")
 def test_what_changed_between_two_runs_is_written_again(
     originals: Callable[[str], Path],
     memory: Path,

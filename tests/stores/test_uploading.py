@@ -224,7 +224,6 @@ def test_a_source_inside_the_destination_is_refused(s3: S3, model: Path) -> None
         api.convert(DST, DST.rpartition("/")[0], to="megatron", overwrite=True)
 
 
-@pytest.mark.slow
 def test_from_one_bucket_to_another_and_back(s3: S3, model: Path, tmp_path: Path) -> None:
     ranks = f"s3://{BUCKET}/ranks"
     api.convert(model, ranks, to="megatron", tp=2)
