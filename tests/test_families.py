@@ -52,7 +52,6 @@ DEEP = {name: {"ep": 4} if name in MOE else {"pp": 2, "vpp": 2} for name in VARI
 SHARED = {name: {"tp": 4, "ep": 2, "etp": 1} if name in MOE else {"tp": 4} for name in VARIANTS}
 OTHER = {name: Layout(pp=2, vpp=2, ep=2 if name in MOE else 1) for name in VARIANTS}
 FORMATS = ("megatron", "megatron-legacy")
-BIASED = ("internlm3_bias", "qwen2_moe")
 DELTA_NET = 4 * THRESHOLD
 """For the last head of a recurrent model: on some processors, both sides differ by up to 1e-5 of the largest logit."""
 DELTA = {name for name, (_, own) in VARIANTS.items() if "linear_num_key_heads" in own}

@@ -66,26 +66,14 @@ def exchange(a: Path, b: Path) -> None:
     a.with_name("spare").rename(b)
 
 
-EVERY_AXIS = (
-    *("plain-tp2-pp2", "plain-moe-ep2", "qwen2-uneven", "qwen2-pipeline-layout", "qwen2-tied-pp2"),
-    *("qwen3-pp2-vpp2", "qwen3-moe-te-shared-groups-tp4-ep2", "qwen3-shared-groups-tp4-vpp2"),
-    "qwen3-moe-tp2-pp2-ep4-etp1",
-)
-"""Variants with every axis of ranks once; the others differ from them in their weights."""
-
-
-@pytest.mark.core(
-    "plain-moe-ep2",
-    "qwen3-moe-tp2-pp2-ep4-etp1",
-    "qwen2-tied-pp2",
-    "qwen2-pipeline-layout",
-    "qwen3-pp2-vpp2",
-    "qwen3-shared-groups*",
+@pytest.mark.core(  # every axis of ranks once
+    *("plain-moe-ep2", "qwen2-tied-pp2", "qwen2-pipeline-layout", "qwen3-pp2-vpp2"),
+    *("qwen3-shared-groups-tp4-vpp2", "qwen3-moe-tp2-pp2-ep4-etp1"),
 )
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in EVERY_AXIS else pytest.mark.slow)
+        name
         for name, variant in VARIANTS.items()
         if "torch" in variant.formats and variant.layout.world_size > variant.layout.dp
     ],

@@ -92,7 +92,7 @@ def main() -> None:
     attempts.end()
 
 
-@pytest.mark.parametrize("most", [MOST, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [MOST, 0])
 @pytest.mark.parametrize("name", PICKLES)
 @pytest.mark.core("megatron-metadata-50")
 def test_a_value_that_takes_years_to_hash(name: str, most: int) -> None:

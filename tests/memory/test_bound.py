@@ -166,7 +166,7 @@ def test_a_road_that_holds_a_tensor_dies_of_it(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dry", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
 def test_what_does_not_fit_is_refused_with_the_number_that_would(folder: Path, dry: tuple[str, ...]) -> None:
     """The number that the refusal names is enough."""
     target = folder / "refused"

@@ -119,7 +119,7 @@ def test_a_signal_to_every_task_of_slurm_saves_the_step(make_run: Make) -> None:
     assert_saved(run, signal.SIGUSR1, shown[0])
 
 
-@pytest.mark.parametrize("before", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("before", [(), TORCHRUN])
 @pytest.mark.slow
 def test_a_step_that_takes_too_long_is_not_saved(before: tuple[str, ...], make_run: Make) -> None:
     """Rank 1 hangs, and rank 0 waits for it in a collective, which no Python handler interrupts."""
@@ -272,7 +272,7 @@ with signals.listening(None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", ["", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("context", ["", "spawn"])
 def test_workers_that_have_just_begun_outlive_it_too(context: str) -> None:
     words = [sys.executable, "-c", BEGINNING, context]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
