@@ -16,6 +16,7 @@ from zlib import crc32
 import pytest
 
 from reshard.training.launching import launch
+from reshard.training.methods import TRAINING_METHODS
 from reshard.training.run import Run, RunProcesses
 from tests.train.launches import PYTHONPATH, pids
 from tests.train.trl_plans import ENVIRONMENTS, EVALUATED, PLANS, Trainer, run_of
@@ -104,20 +105,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A JSONL file for each method."""
+    """A JSONL file for each method, and `METHOD-eval` with records for its evaluation."""
     folder = tmp_path_factory.mktemp("data")
-    return {
-        "sft": write_lines(folder / "sft.jsonl", chats()),
-        "dpo": write_lines(folder / "dpo.jsonl", preferences()),
-        "grpo": write_lines(folder / "grpo.jsonl", prompts()),
-        "kto": write_lines(folder / "kto.jsonl", rated()),
-        "reward": folder / "dpo.jsonl",
-        **dict.fromkeys(("rloo", "distillation"), folder / "grpo.jsonl"),
-        "sft-eval": write_lines(folder / "sft-eval.jsonl", held_out()),
-        "dpo-eval": write_lines(folder / "dpo-eval.jsonl", preferences()[:12]),
-        "grpo-eval": write_lines(folder / "grpo-eval.jsonl", prompts()[:3]),
-        **dict.fromkeys(("rloo-eval", "distillation-eval"), folder / "grpo-eval.jsonl"),
+    records = {
+        "chat": (chats(), held_out()),
+        "preference pairs": (preferences(), preferences()[:12]),
+        "prompts": (prompts(), prompts()[:3]),
+        "rated answers": (rated(), rated()[:4]),
     }
+    files: dict[str, Path] = {}
+    for shape, both in records.items():
+        methods = [name for name, method in TRAINING_METHODS.items() if method.shapes[0] == shape]
+        for suffix, rows in zip(("", "-eval"), both, strict=True):
+            file = write_lines(folder / f"{shape}{suffix}.jsonl", rows)
+            files |= {f"{name}{suffix}": file for name in methods}
+    return files
 
 
 @pytest.fixture(scope="session")

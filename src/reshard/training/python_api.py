@@ -43,8 +43,8 @@ def train(method: str, **given: Any) -> Outcome:
 
     Parameters
     ----------
-    method : {"sft", "dpo", "kto", "reward", "distillation", "grpo", "rloo"}
-        Training method, as in ``reshard train sft``.
+    method : str
+        Training method, as in ``reshard train sft``; ``reshard train --help`` lists them.
 
     Returns
     -------

@@ -19,12 +19,14 @@ TrlOptions = Mapping[str, Any]
 class TrlMethod:
     """A method of TRL. The names of its trainer and its config begin with `name`.
 
-    `sequences` is the number of sequences per sample that pass through the model at once. `reference` tells whether the
-    model is compared with its initial state, `teacher` is the option that names the teacher model. `classifies` means
-    that the model's head gives one number per sequence. `plans` are the supported ones, for the reason `why`.
+    `package` is the one in `trl` that exports both, for example `experimental.orpo`. `sequences` is the number of
+    sequences per sample that pass through the model at once. `reference` tells whether the model is compared with its
+    initial state, `teacher` is the option that names the teacher model. `classifies` means that the model's head gives
+    one number per sequence. `plans` are the supported ones, for the reason `why`.
     """
 
     name: str
+    package: str = "trainer"
     sequences: int = 1
     reference: Callable[[TrlOptions], bool] = lambda options: False
     teacher: str | None = None
@@ -40,15 +42,15 @@ class TrlMethod:
     @property
     def config_file(self) -> str:
         """The file that declares it, in TRL's folder."""
-        return f"trainer/{self.name.lower()}_config.py"
+        return f"{self.package.replace('.', '/')}/{self.name.lower()}_config.py"
 
     def trainer_class(self) -> Any:
         """TRL's trainer."""
-        return getattr(import_module("trl"), f"{self.name}Trainer")
+        return getattr(import_module(f"trl.{self.package}"), f"{self.name}Trainer")
 
     def config_class(self) -> Any:
         """TRL's config."""
-        return getattr(import_module("trl"), self.config)
+        return getattr(import_module(f"trl.{self.package}"), self.config)
 
     def model_class(self, folder: Path) -> Any:
         """transformers' class of the trained model, which starts from the model in a folder."""
