@@ -26,13 +26,13 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.ready  ## Hugging Face -> Megatron-Core, train, and back, with every step checked
 	$(BIN)/python -m demo
 
-test: $(VENV)/.ready style  ## lint, types and the tests that need no second framework
-	@$(call tested,-m "not slow")
+test: $(VENV)/.ready style  ## lint, types, and one test of each thing that can go wrong
+	@$(call tested,-m "not slow and not thorough")
 
 test-all: $(VENV)/.ready style  ## also other versions and other frameworks: tests/environments.py makes them
 	@$(call tested)
 
-part: $(VENV)/.ready  ## the tests of one part of tests/jobs.py, without lint: make part PART=doctor
+part: $(VENV)/.ready  ## all tests of a part of tests/jobs.py that need no second framework: make part PART=doctor
 	$(PYTEST) -m "not slow" --part $(PART)
 
 style: $(VENV)/.ready

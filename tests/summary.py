@@ -31,7 +31,7 @@ def lines(stats: dict[str, list[Any]]) -> Iterable[str]:
     for reason, count in reasons.most_common():
         yield f"  {count:5d}  {reason}"
     if left_out := len(stats.get("deselected", ())):
-        yield f"left out {left_out}: not asked for (slow tests run in `make test-all`)"
+        yield f"left out {left_out}: not asked for (`make part` runs thorough tests, `make test-all` slow ones too)"
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -63,6 +63,7 @@ def names_of(adapter: Path) -> set[str]:
     }
 
 
+@pytest.mark.core("settings0-vllm", "settings1-sglang", "settings2-peft")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "settings",
@@ -140,6 +141,9 @@ def test_stacked_experts_compute_the_same_in_every_layout(
         assert "target_parameters" not in config
 
 
+@pytest.mark.core(
+    "vllm-bridge-tp2", "sglang-swift-experts-ep2", "peft-bridge-canonical-tp2", "peft-swift-pp2"
+)
 @pytest.mark.parametrize("name", megatron.VARIANTS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_adapters_of_megatron_compute_the_same(engine: str, name: str, tmp_path: Path) -> None:

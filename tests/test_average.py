@@ -56,7 +56,7 @@ def edited(source: Path, out: Path, edit: Callable[[dict[str, torch.Tensor]], ob
 # ------------------------------------------------------------------------------------------------ the sums
 
 
-@pytest.mark.core("*-bfloat16", "weights2-float32")
+@pytest.mark.core("weights1-bfloat16", "weights2-float32")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("weights", [None, (3, 1, 1), (0.5, 0.3, 0.2), (1.5, -1, 0.5)])
 def test_sums_are_those_of_torch(
@@ -131,6 +131,7 @@ def mixed(three: list[Path], hf_model: Models, tmp_path_factory: pytest.TempPath
 MEGATRON = {"to": "megatron", "tp": 2, "pp": 2}
 
 
+@pytest.mark.core("megatron")
 @pytest.mark.parametrize("options", [{}, MEGATRON, {"to": "dcp"}], ids=["hf", "megatron", "dcp"])
 def test_formats_and_layouts_may_differ(
     mixed: list[Path], hf_model: Models, tmp_path: Path, options: dict[str, Any]

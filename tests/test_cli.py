@@ -483,6 +483,7 @@ def without_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.core("words0")
 @pytest.mark.parametrize(
     "words",
     [

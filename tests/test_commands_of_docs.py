@@ -291,6 +291,7 @@ def test_every_row_has_a_source() -> None:
     assert [row for row, _ in rows if row not in placed] == []
 
 
+@pytest.mark.core("README.md:*", "reshard  --help:*")
 @pytest.mark.parametrize(
     ("command", "make"), CASES, ids=lambda each: str(each) if isinstance(each, Command) else ""
 )

@@ -63,6 +63,7 @@ def test_other_tensors_of_the_run_are_not_taken_for_the_weights(tmp_path: Path) 
     assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(SAVED / "trained"))
 
 
+@pytest.mark.core("None", "config3")
 @pytest.mark.parametrize(
     "config", [None, "llama", {"model_type": 3}, {"model_type": "llama", "made_by": {1, 2}}]
 )

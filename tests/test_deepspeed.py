@@ -112,6 +112,7 @@ def assert_close(ours: Any, engine: Any, dtype: str) -> None:
     assert np.abs(ours - engine).max() <= tolerance * np.abs(engine).max()
 
 
+@pytest.mark.core("universal_z3", "z1", "z2_fp32", "z3")
 @pytest.mark.parametrize("name", sorted({*MASTERS} - MIXED_UP))
 def test_optimizer_states_are_those_that_the_engine_gathers(name: str, tmp_path: Path) -> None:
     reshard.convert(DATA / name, tmp_path / "out", to="deepspeed", with_optimizer=True, no_tokenizer=True)

@@ -183,7 +183,7 @@ def with_blocks(plain: Path, out: Path, block: tuple[int, int], scales: torch.dt
     "scales", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e8m0fnu], ids=str
 )
 @pytest.mark.parametrize("block", [(128, 128), (16, 32), (1, 32), (40, 24), (7, 1000)], ids=str)
-@pytest.mark.core("*-torch.bfloat16", "*-torch.float8*")
+@pytest.mark.core("(128, 128)-torch.bfloat16", "(40, 24)-*", "(7, 1000)-torch.float8_e8m0fnu")
 def test_blocks_of_any_size_and_scales_of_any_type(
     block: tuple[int, int], scales: torch.dtype, hf_model: Models, tmp_path: Path
 ) -> None:

@@ -109,7 +109,7 @@ def test_four_bits_with_zero_points(method: str, hf_model: Models, tmp_path: Pat
 @pytest.mark.parametrize("memory", [None, "24MiB"])
 @pytest.mark.parametrize("bits", [2, 3, 5, 8])
 @pytest.mark.parametrize("method", ["gptq", "auto_round:auto_gptq", "auto_round"])
-@pytest.mark.core("*-None")
+@pytest.mark.core("gptq-3-None", "auto_round:auto_gptq-8-None", "auto_round-5-None")
 def test_other_bits_with_zero_points(
     method: str, bits: int, memory: str | None, hf_model: Models, tmp_path: Path
 ) -> None:
@@ -348,7 +348,7 @@ def test_int4_experts_become_plain(hf_model: Models, tmp_path: Path) -> None:
 CHANNEL = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None}
 
 
-@pytest.mark.core("*-None")
+@pytest.mark.core("actorder group-None")
 @pytest.mark.parametrize("memory", [None, "24MiB"])
 @pytest.mark.parametrize(
     ("settings", "wide", "reordered"),

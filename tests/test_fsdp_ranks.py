@@ -124,6 +124,7 @@ def rank_file(folder: Path, rank: int) -> Path:
 # ------------------------------------------------------------------------------------------------ reading
 
 
+@pytest.mark.core("fsdp2-tp", "fsdp1-hsdp", "accelerate-2")
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_model_becomes_what_its_ranks_computed(
     kind: str, made: Path, source: Path, tmp_path: Path
@@ -207,6 +208,7 @@ def test_an_adapter_that_verl_trained(hf_model: Models, tmp_path: Path) -> None:
     assert np.abs(logits - transformers_logits(base, TOKENS)).max() > 0.1
 
 
+@pytest.mark.core("fsdp2-tp", "accelerate-2")
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "accelerate-full"])
 def test_files_that_changed_names_are_read_right(
     kind: str, broken: Callable[[str], Path], source: Path, tmp_path: Path

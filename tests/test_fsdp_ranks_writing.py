@@ -48,7 +48,7 @@ def assert_torch_loads(source: Path, folder: Path, world: int, tmp_path: Path, d
 
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.core("moe-4", "tied-4", "uneven-4")
+@pytest.mark.core("tied-4")
 def test_a_model_is_what_its_ranks_would_save(
     name: str, world: int, hf_model: Models, tmp_path: Path
 ) -> None:
@@ -60,7 +60,7 @@ def test_a_model_is_what_its_ranks_would_save(
     assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(source))
 
 
-@pytest.mark.core("deepspeed", "dcp")
+@pytest.mark.core("dcp")
 @pytest.mark.parametrize("through", ["megatron", "dcp", "deepspeed"])
 def test_other_formats_become_files_of_ranks(through: str, hf_model: Models, tmp_path: Path) -> None:
     source = hf_model("qwen3_moe")
@@ -157,7 +157,7 @@ def test_parameters_have_the_order_in_which_the_optimizer_counts_them(tmp_path: 
     assert ours == theirs
 
 
-@pytest.mark.core("4", "1")
+@pytest.mark.core("4")
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_a_run_goes_on_with_other_ranks(world: int, tmp_path: Path) -> None:
     """Weights, states, steps, settings and the schedule are the same, bit for bit."""

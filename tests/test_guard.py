@@ -200,6 +200,7 @@ def test_an_optimizer_of_more_or_of_less() -> None:
     guard.check(own, torch.optim.AdamW(list(own.parameters())[:2]))
 
 
+@pytest.mark.thorough
 def test_ten_thousand_parameters_are_checked_in_a_moment() -> None:
     many = nn.ModuleList(nn.Linear(2, 2) for _ in range(5000))
     optimizer = torch.optim.SGD(many.parameters())

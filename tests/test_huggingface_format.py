@@ -58,6 +58,7 @@ def assert_same_model(ours: Path, reference: Path) -> None:
 # ------------------------------------------------------------------------------------------------ writing
 
 
+@pytest.mark.core("20KB-*", "5GB-qwen3")
 @pytest.mark.parametrize("name", ["qwen3", "llama_tied", "qwen3_moe", "deepseek_v3_mtp"])
 @pytest.mark.parametrize("limit", ["20KB", "100KB", "5GB"])
 def test_shards(name: str, limit: str, hf_model: Models, tmp_path: Path) -> None:

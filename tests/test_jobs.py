@@ -61,7 +61,7 @@ def test_a_run_ends_with_what_it_skipped_and_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern, told", [("b*", "1 passed, 2 deselected"), ("x", "no case matches 'x'")])
-def test_cases_that_are_not_of_the_core_are_slow(pattern: str, told: str, tmp_path: Path) -> None:
+def test_cases_that_are_not_of_the_core_are_thorough(pattern: str, told: str, tmp_path: Path) -> None:
     lines = (
         "import pytest",
         f"@pytest.mark.core({pattern!r})",
@@ -69,7 +69,7 @@ def test_cases_that_are_not_of_the_core_are_slow(pattern: str, told: str, tmp_pa
         "def test_it(name): pass",
     )
     (tmp_path / "test_cases.py").write_text("\n".join(lines))
-    words = ("-p", "tests.core", "-p", "no:cacheprovider", "-m", "not slow", str(tmp_path))
+    words = ("-p", "tests.core", "-p", "no:cacheprovider", "-m", "not thorough", str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words], capture_output=True, text=True, cwd=TESTS.parent
     )

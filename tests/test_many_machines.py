@@ -117,7 +117,7 @@ def leftovers(dst: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("road", ROADS)
-@pytest.mark.core("to torch_dist", "from zip files to shards")
+@pytest.mark.thorough
 def test_dask_writes_what_threads_write(
     sources: dict[str, Path], dask: str, tmp_path: Path, road: str
 ) -> None:
@@ -149,6 +149,7 @@ def test_values_that_workers_cannot_cast_are_refused(
     assert there.value.problems == here.value.problems and not (tmp_path / "dask").exists()
 
 
+@pytest.mark.thorough
 def test_a_part_whose_worker_is_killed_is_done_elsewhere(
     sources: dict[str, Path], dask: str, tmp_path: Path
 ) -> None:
@@ -210,6 +211,7 @@ def test_threads_continue_what_a_run_on_dask_left_that_was_killed(
     assert not leftovers(dst)
 
 
+@pytest.mark.thorough
 def test_dask_continues_what_threads_left(
     sources: dict[str, Path], dask: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -527,6 +529,7 @@ def test_a_digest_is_the_same_whoever_saw_the_bytes(seed: int) -> None:
     assert shared.finish() == whole.finish()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(8))
 def test_a_ledger_is_the_same_whoever_read_the_bytes(tmp_path: Path, seed: int) -> None:
     """Workers read some bytes twice, and some ranges only in part."""

@@ -142,6 +142,7 @@ def sparse(folder: Path, nbytes: int) -> Path:
 # ----------------------------------------------------------------------------------------------- the tools
 
 
+@pytest.mark.core("auto")
 @pytest.mark.parametrize("mode", ["legacy", "auto"])
 def test_an_agent_sees_the_tools_and_where_they_read(place: Path, mode: str) -> None:
     async def run() -> tuple[Any, str | None, str]:
@@ -190,6 +191,7 @@ def test_each_tool_says_what_its_command_says(place: Path) -> None:
 # -------------------------------------------------------------------------------------------------- paths
 
 
+@pytest.mark.thorough
 def test_nothing_outside_is_read(place: Path, tmp_path: Path) -> None:
     """Neither what a path leads to, nor what files below it do."""
     outside, served = place.parent / "secret", tmp_path / "served"
@@ -277,6 +279,7 @@ def test_a_confined_process_can_only_read(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- limits and mistakes
 
 
+@pytest.mark.thorough
 def test_a_tool_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     sparse(tmp_path / "big", 1 << 38)
     (slow,) = answers([("verify", {"a": "big", "b": "big"})], tmp_path, "--time-limit", "2s")
@@ -284,12 +287,14 @@ def test_a_tool_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert "within 2s" in slow.text and "--time-limit" in slow.text
 
 
+@pytest.mark.thorough
 def test_a_long_answer_is_cut(place: Path) -> None:
     (cut,) = answers([("facts", {"targets": ["train.log"]})], place, "--output-limit", "1000")
     assert not cut.refused and len(cut.text) <= 1000
     assert cut.content.keys() == {"findings", "facts"} and " more" in cut.text
 
 
+@pytest.mark.thorough
 def test_a_process_ends_when_the_client_cancels_or_disconnects(tmp_path: Path) -> None:
     sparse(tmp_path / "big", 1 << 38)
 
@@ -313,6 +318,7 @@ def test_a_process_ends_when_the_client_cancels_or_disconnects(tmp_path: Path) -
     anyio.run(run)
 
 
+@pytest.mark.thorough
 def test_wrong_arguments_are_named(place: Path) -> None:
     found = answers(
         [

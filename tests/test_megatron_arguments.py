@@ -54,9 +54,7 @@ def trained(args: dict[str, Any], out: Path, *formats: Any) -> Path:
     return train_and_save(args, out, tokens(), steps=0, bf16=False, iteration=2, save=save).folder
 
 
-@pytest.mark.core(
-    "no window", "no shared expert", "positions divided by 4", "a sigmoid router without a shared expert"
-)
+@pytest.mark.core("no window", "positions divided by 4")
 @pytest.mark.parametrize("case", EXPRESSED)
 def test_what_a_config_can_say_it_says(case: str, tmp_path: Path) -> None:
     args, family = EXPRESSED[case]
@@ -97,7 +95,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.core("mixtral scores", "softmax*")
+@pytest.mark.core("softmax*")
 def test_what_no_config_can_say_is_refused(case: str, tmp_path: Path) -> None:
     """With a config as well, unless that is the one to trust."""
     plain, more, said = REFUSED[case]

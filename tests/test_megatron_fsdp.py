@@ -99,6 +99,7 @@ def of_run(name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.core("qwen3-tp2", "qwen3-moe-ep2")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_weights_are_those_of_the_run(name: str, tmp_path: Path) -> None:
     """Converted to torch_dist, which megatron-core loads strictly."""
@@ -110,6 +111,7 @@ def test_weights_are_those_of_the_run(name: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours[key], value, key)
 
 
+@pytest.mark.core("qwen2-tied")
 @pytest.mark.parametrize("name", [name for name, run in VARIANTS.items() if run.layout.tp == 1])
 def test_transformers_computes_what_the_run_computed(name: str, tmp_path: Path) -> None:
     """Megatron-FSDP computes in bfloat16, and transformers here in float32."""

@@ -54,9 +54,10 @@ TELLING = {
     [(name, format) for name, variant in VARIANTS.items() for format in variant.formats],
 )
 @pytest.mark.core(
-    *(f"{name}-torch_dist" for name in TELLING),
-    *("gpt-oss-te-torch_dist", "glm4-moe-torch_dist", "qwen3-moe-singleton-torch_dist"),
-    *("qwen2-tied-pp2-torch", "qwen3-moe-tp2-pp2-ep4-etp1-torch", "qwen3-pp2-vpp2-torch"),
+    "qwen2-tp2-pp2-torch_dist",
+    "qwen3-moe-tp2-pp2-ep4-etp1-torch_dist",
+    "qwen3-moe-singleton-torch_dist",
+    "qwen3-pp2-vpp2-torch",
 )
 def test_transformers_computes_what_megatron_computes(
     name: str, format: MegatronFormat, genuine: Maker, tmp_path: Path
@@ -69,7 +70,7 @@ def test_transformers_computes_what_megatron_computes(
 
 
 @pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if len(variant.formats) == 2])
-@pytest.mark.core(*TELLING)
+@pytest.mark.core("qwen2-shared-group-tp4", "qwen3-moe-tp2-pp2-ep4-etp1", "qwen3-pp2-vpp2", "deepseek-v3-te")
 def test_both_formats_hold_the_same(name: str, genuine: Maker) -> None:
     roots = genuine(name).roots
     comparison = reshard.verify(roots["torch_dist"], roots["torch"])
@@ -101,6 +102,7 @@ def test_a_release_has_no_optimizer(genuine: Maker) -> None:
     assert checkpoint.dropped["optimizer states"] == 0
 
 
+@pytest.mark.core("torch_dist")
 @pytest.mark.parametrize("format", ["torch_dist", "torch"])
 def test_each_of_several_iterations(format: MegatronFormat, genuine: Maker, tmp_path: Path) -> None:
     """The tracked one by default, otherwise by number or by the folder itself."""
@@ -185,7 +187,7 @@ def test_where_there_are_no_arguments_the_base_tells_all(name: str, genuine: Mak
 
 
 @pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if "torch" in variant.formats])
-@pytest.mark.core(*TELLING)
+@pytest.mark.core("qwen3-pp2-vpp2", "qwen3-moe-tp2-pp2-ep4-etp1", "qwen2-shared-group-tp4")
 def test_legacy_files_without_arguments_tell_the_layout_themselves(
     name: str, genuine: Maker, tmp_path: Path
 ) -> None:
@@ -279,18 +281,7 @@ OF_THE_FILE = {"auto_map", "transformers_version", "rope_scaling"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.core(
-    "qwen2",
-    "llama_rope_scaling",
-    "qwen3_moe",
-    "qwen2_moe",
-    "mixtral",
-    "deepseek_v2",
-    "deepseek_v3_mtp",
-    "gpt_oss",
-    "glm4_moe",
-    "qwen3_next",
-)
+@pytest.mark.core("qwen2", "deepseek_v3_mtp", "glm4_moe", "gpt_oss", "qwen3_next")
 def test_the_config_derived_from_arguments_makes_the_same_model(
     name: str, hf_model: Callable[..., Path], tmp_path: Path
 ) -> None:

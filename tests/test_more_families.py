@@ -81,6 +81,7 @@ def baichuan(hf_model: Models, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return as_baichuan(llama, tmp_path_factory.mktemp("hub") / "baichuan"), llama
 
 
+@pytest.mark.core("megatron-legacy")
 @pytest.mark.parametrize("to", ["megatron", "megatron-legacy"])
 def test_megatron_computes_with_the_packed_projections_of_baichuan(
     to: str, baichuan: tuple[Path, Path], tmp_path: Path

@@ -114,6 +114,7 @@ def test_as_transformers_loads_it(hf_model: Models, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ the formulas
 
 
+@pytest.mark.core("modelopt-None", "compressed-tensors-24MiB")
 @pytest.mark.parametrize("memory", [None, "24MiB"])
 @pytest.mark.parametrize("packed", [False, True], ids=["modelopt", "compressed-tensors"])
 def test_nvfp4_becomes_plain(packed: bool, memory: str | None, hf_model: Models, tmp_path: Path) -> None:

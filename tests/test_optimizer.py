@@ -129,7 +129,7 @@ def named(*, alone: bool | None = None) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", named())
-@pytest.mark.core("distributed optimizer")
+@pytest.mark.thorough
 def test_megatron_trains_on_as_if_it_had_never_stopped(name: str, runs: Runs, tmp_path: Path) -> None:
     """bfloat16 rounds differently in another layout, whichever program reshards; float32 shows that nothing is lost."""
     case, source, losses = runs(name)
@@ -138,6 +138,7 @@ def test_megatron_trains_on_as_if_it_had_never_stopped(name: str, runs: Runs, tm
     assert ours.losses == pytest.approx(losses, rel=tolerance, abs=0)
 
 
+@pytest.mark.thorough
 def test_without_the_states_training_would_go_on_otherwise(runs: Runs, tmp_path: Path) -> None:
     """Proves that equal losses mean something."""
     case, source, losses = runs("all in float32, tied")
@@ -189,6 +190,7 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
         assert ours[key].dtype == tensor.dtype and torch.equal(ours[key], tensor), key
 
 
+@pytest.mark.thorough
 def test_padding_rows_have_states_like_their_weights(runs: Runs, tmp_path: Path) -> None:
     """Cut off like megatron-core does for a vocabulary with less padding; new rows begin at zero."""
     case, source, _ = runs("main weights in float32")
@@ -203,6 +205,7 @@ def test_padding_rows_have_states_like_their_weights(runs: Runs, tmp_path: Path)
     assert more[state].shape == (256, 32) and not more[state][250:].any()
 
 
+@pytest.mark.thorough
 def test_in_float32_the_main_weights_become_the_weights(runs: Runs, tmp_path: Path) -> None:
     """And megatron-core continues to train with them, without separate main weights."""
     case, source, losses = runs("main weights in float32")
@@ -226,6 +229,7 @@ def test_in_bfloat16_the_weights_become_the_main_weights(runs: Runs, tmp_path: P
     assert half.losses == pytest.approx(losses, rel=2e-3)
 
 
+@pytest.mark.thorough
 def test_frozen_weights_have_no_states(runs: Runs, tmp_path: Path) -> None:
     case, source, _ = runs("main weights in float32")
     copy = copied(source, tmp_path / "frozen", lambda key: "optimizer" in key and "word_embeddings" in key)

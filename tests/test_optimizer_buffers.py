@@ -40,7 +40,7 @@ def convert(source: Path, out: Path, layout: Layout) -> Path:
 
 
 @pytest.mark.parametrize("name", BUFFERED)
-@pytest.mark.core("buffered-moe", "buffered-te-moe")
+@pytest.mark.core("buffered-te-moe")
 def test_states_are_those_that_megatron_holds(name: str, genuine: Make, tmp_path: Path) -> None:
     """For each parameter of each rank, whatever the layout, the buckets, the modules and the dtype."""
     made = genuine(name)
@@ -88,7 +88,7 @@ Runs = Callable[[str], tuple[Case, Path, Path, tuple[float, ...]]]
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.core("dense")
+@pytest.mark.thorough
 def test_the_output_is_that_of_portable_states(name: str, runs: Runs, tmp_path: Path) -> None:
     """Every byte of all tensors, and the optimizer's part of common.pt, also in another layout."""
     case, buffers, portable, _ = runs(name)
@@ -102,7 +102,7 @@ def test_the_output_is_that_of_portable_states(name: str, runs: Runs, tmp_path: 
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.core("experts")
+@pytest.mark.thorough
 def test_megatron_trains_on_as_if_it_had_never_stopped(name: str, runs: Runs, tmp_path: Path) -> None:
     case, buffers, portable, losses = runs(name)
     ours = case.go_on(tmp_path / "on", case.convert(buffers, tmp_path / "ours"))
@@ -111,6 +111,7 @@ def test_megatron_trains_on_as_if_it_had_never_stopped(name: str, runs: Runs, tm
         assert ours.losses == case.go_on(tmp_path / "theirs", portable / "iter_0000002").losses
 
 
+@pytest.mark.core("dcp")
 @pytest.mark.parametrize("to", ["dcp", "deepspeed"])
 def test_other_formats_get_the_states_too(to: str, runs: Runs, tmp_path: Path) -> None:
     _, buffers, portable, _ = runs("dense")
@@ -288,6 +289,7 @@ def test_equal_weights_do_not_prove_an_order(tmp_path: Path) -> None:
     assert refused(tmp_path / "src", tmp_path) == "optimizer-order-unproven"
 
 
+@pytest.mark.thorough
 def test_portable_states_in_wrong_places_are_refused(tmp_path: Path) -> None:
     """megatron-core 0.16.1 loses the padding between buckets when it saves them."""
     Case(QWEN2, Layout(), Layout(), distributed=True).train(

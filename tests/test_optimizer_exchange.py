@@ -107,7 +107,7 @@ def in_megatron(folder: Path, out: Path, layout: Layout, **options: Any) -> tupl
 
 
 @pytest.mark.parametrize("layout", [Sizes(tp=2), Sizes(pp=2)], ids=["tp2", "pp2"])
-@pytest.mark.core("qwen3_tied-tp2", "qwen2-pp2")
+@pytest.mark.core("qwen2-pp2")
 def test_a_run_of_torch_goes_on_in_megatron(
     layout: Layout, run: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
@@ -188,6 +188,7 @@ def test_states_pass_through_megatron_bit_for_bit(run: tuple[Path, list[float]],
         assert torch.equal(ours[key], tensor), key
 
 
+@pytest.mark.core("qwen3_tied")
 def test_a_universal_checkpoint_has_the_same_states(run: tuple[Path, list[float]], tmp_path: Path) -> None:
     source, _ = run
     reshard.convert(source, tmp_path / "there", to="megatron", with_optimizer=True, pp=2)
@@ -203,6 +204,7 @@ def test_a_universal_checkpoint_has_the_same_states(run: tuple[Path, list[float]
 DEEPSPEED = Path(__file__).parent / "data" / "deepspeed"
 
 
+@pytest.mark.core("universal_z2")
 @pytest.mark.parametrize("name", ["z1_fp32", "z3_fp32", "universal_z2"])
 def test_a_run_of_deepspeed_goes_on_in_megatron(name: str, tmp_path: Path) -> None:
     """megatron-core loads it strictly; its masters and moments are those that DeepSpeed itself reports."""

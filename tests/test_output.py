@@ -35,6 +35,7 @@ def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_pipes_get_no_escape_codes(model: Path, other: Path) -> None:
     for words in (("verify", model, other), ("inspect", "nowhere"), ("support",)):
         done = apart(*words)
@@ -102,6 +103,7 @@ def test_output_that_goes_nowhere_hinders_no_command(model: Path, tmp_path: Path
     assert (tmp_path / "dst" / "config.json").exists()
 
 
+@pytest.mark.thorough
 def test_any_path_is_shown_in_any_encoding(model: Path, tmp_path: Path) -> None:
     """A path with blanks, brackets, letters outside ASCII, and a byte that is not UTF-8."""
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -150,6 +150,7 @@ def test_a_mapping_refuses_them_too(large: Path) -> None:
     assert weights["model.layers.0.mlp.up_proj.weight"].numpy().max() < 10
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_refuses_what_both_runs_found(hf_model: Models, tmp_path: Path) -> None:
     """Counted once, wherever the first run was killed: no part is forgotten, none is counted again."""
     src, dst = tmp_path / "src", tmp_path / "dst"

@@ -60,6 +60,7 @@ def refused(path: Path) -> ReshardError:
     return caught.value
 
 
+@pytest.mark.core("2")
 def test_parts_are_put_together(saved: Path, hf_model: Models, tmp_path: Path) -> None:
     files = sorted(saved.glob("*.safetensors"))
     assert any(len(load_file(files[0])[name].shape) == 2 for name in load_file(files[0]))

@@ -49,7 +49,9 @@ def tables_of(model: PeftModel) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("tokens", [MORE, FEWER])
 @pytest.mark.parametrize("name", ["llama", "qwen2_tied"])
 @pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.core("*-300")
+@pytest.mark.core(
+    "embedding-llama-300", "both-qwen2_tied-300", "LoRA of the head-llama-300", "LoRA of both-qwen2_tied-300"
+)
 def test_a_resized_model_is_merged_as_it_was_trained(
     trained: str, name: str, tokens: int, hf_model: Model, tmp_path: Path
 ) -> None:

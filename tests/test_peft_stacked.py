@@ -62,7 +62,7 @@ def make_adapter(base: Path, out: Path, parameters: list[str], dtype: str = "flo
     ("name", "width"),
     [(name, width) for name in FFN for width in (SQUARE, 40) if (name, width) != ("qwen3_vl_moe", SQUARE)],
 )
-@pytest.mark.core("*-40-parameters0-bfloat16", "gpt_oss-40-*-bfloat16")
+@pytest.mark.core("gpt_oss-40-parameters1-bfloat16", "llama4-*")
 def test_stacks_are_merged_as_peft_does(
     name: str, width: int, parameters: tuple[str, ...], dtype: str, hf_model: Model, tmp_path: Path
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_model_is_converted_there_and_back(model: Path, tmp_path: Path) -> Non
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.thorough
 def test_damage_is_found(model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     assert reshard("convert", model, copy, "--to", "huggingface", "--no-tokenizer").returncode == 0
@@ -138,6 +139,7 @@ def test_damage_is_found(model: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "model.safetensors" in done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_the_doctor_looks_at_the_machine_and_at_a_log(tmp_path: Path) -> None:
     seen = reshard("doctor", "--json")
     assert seen.returncode in (0, 1), seen.stderr

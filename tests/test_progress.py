@@ -65,7 +65,7 @@ def test_functions_tell_their_steps(hf_model: Models, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", [("inspect",), ("convert", "--to", "huggingface", "--no-tokenizer", "--dry-run")]
 )
-@pytest.mark.core("words0")
+@pytest.mark.thorough
 def test_a_log_hears_what_takes_long(
     words: tuple[str, ...], many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

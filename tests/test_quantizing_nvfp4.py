@@ -136,6 +136,7 @@ def _assert_as(gatherer: Gatherer, part: Tensor, expected: torch.Tensor, name: s
 # ------------------------------------------------------------------------------------------------ from any source
 
 
+@pytest.mark.core("24MiB")
 @pytest.mark.parametrize("memory", [None, "24MiB"])
 def test_from_megatron_and_in_little_memory(memory: str | None, hf_model: Models, tmp_path: Path) -> None:
     plain = hf_model("qwen3_moe", dtype="bfloat16")

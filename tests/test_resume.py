@@ -148,7 +148,7 @@ def memory() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("road", ROADS)
-@pytest.mark.core("zip files from zip files", "torch_dist")
+@pytest.mark.core("torch_dist")
 def test_it_continues_where_it_was_killed(originals: Callable[[str], Path], memory: Path, road: str) -> None:
     source, options = ROADS[road]
     killed_everywhere(
@@ -259,7 +259,7 @@ def extended(path: Path) -> None:
     "spoil", [changed_bytes, changed_and_dated_back, truncated, truncated_and_extended, extended]
 )
 @pytest.mark.parametrize("road", ["shards", "one file", "torch_dist", "zip files", "dcp"])
-@pytest.mark.core("zip files-truncated", "zip files-changed_bytes", "dcp-*", "shards-*")
+@pytest.mark.core("shards-changed_and_dated_back", "zip files-truncated", "dcp-changed_bytes")
 def test_what_changed_between_two_runs_is_written_again(
     originals: Callable[[str], Path],
     memory: Path,
@@ -323,6 +323,7 @@ class Counted:
         return counting
 
 
+@pytest.mark.core("torch_dist", "zip files")
 @pytest.mark.usefixtures("small_cells")
 @pytest.mark.parametrize("road", ROADS)
 def test_a_resumed_run_does_only_what_is_left(
@@ -370,6 +371,7 @@ def test_what_nobody_waits_for_cannot_be_read_back(originals: Callable[[str], Pa
     assert not (tmp_path / "dst").exists()
 
 
+@pytest.mark.thorough
 def test_damage_is_found_though_the_bytes_passed_before(
     originals: Callable[[str], Path], memory: Path
 ) -> None:

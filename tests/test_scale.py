@@ -21,6 +21,7 @@ def test_the_page_has_the_costs_that_are_used() -> None:
     assert [line for line in scale.constants() if line not in lines] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [name if "Llama" in name else pytest.param(name, marks=pytest.mark.slow) for name in scale.MODELS]
 )

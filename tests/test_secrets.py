@@ -111,6 +111,9 @@ def folder(hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Mo
     return tmp_path
 
 
+@pytest.mark.core(
+    "convert from", "convert and push", "verify the first", "doctor", "train a model", "a wrong option"
+)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_prints_or_records_a_secret(
     folder: Path, command: str, caplog: pytest.LogCaptureFixture

@@ -66,6 +66,7 @@ def evil(good: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_a_model_whose_names_and_values_deceive(evil: Path, good: Path, tmp_path: Path) -> None:
     for words in (
         ("inspect", evil),
@@ -145,6 +146,7 @@ def test_logs_and_scripts_that_deceive(tmp_path: Path) -> None:
             told(*words)
 
 
+@pytest.mark.thorough
 def test_json_is_whole_and_commands_no_terminal(evil: Path, good: Path, tmp_path: Path) -> None:
     hidden = EVIL + "\x7f\x85\U000e0041"
     edited(evil, model_type=hidden)

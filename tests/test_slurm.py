@@ -127,6 +127,7 @@ def test_jobs_that_are_gone_do_not_hang_the_run(
     assert "Slurm job" in str(error.value) and not (tmp_path / "dst").exists()
 
 
+@pytest.mark.thorough
 def test_jobs_in_the_queue_are_waited_for(commands: Commands, tmp_path: Path) -> None:
     commands(sbatch=ACCEPTS, squeue='printf "1 0\\n1 2\\n"', scontrol=LIMIT)
     with opened("slurm:nodes=4") as executor:

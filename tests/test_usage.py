@@ -241,6 +241,7 @@ def completed(*words: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.thorough
 def test_completion() -> None:
     assert completed("con") == ["plain,convert"]
     assert completed("convert", "--vocab") == ["plain,--vocab-divisible-by"]

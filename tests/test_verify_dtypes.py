@@ -62,6 +62,7 @@ def test_deepspeed_rounds_float64_and_says_so(hf_model: Models, tmp_path: Path) 
     assert {row.tensor: row.values for row in found.rows}[UP] == "equal after rounding to float32"
 
 
+@pytest.mark.core("float32-bfloat16", "float64-float32")
 @pytest.mark.parametrize(
     ("stored", "wanted"),
     [("float32", "bfloat16"), ("float32", "float16"), ("float64", "float32"), ("float16", "bfloat16")],

@@ -402,6 +402,7 @@ def test_threads_may_share_a_checkpoint(run: Path) -> None:
     assert_same_tensors(found, read(run))
 
 
+@pytest.mark.thorough
 def test_threads_may_convert_at_the_same_time(run: Path, tmp_path: Path) -> None:
     places = [tmp_path / str(number) for number in range(4)]
     with ThreadPoolExecutor(4) as pool:

@@ -215,6 +215,7 @@ def test_what_another_engine_computes_is_not_trained_on_megatron_core(
         reshard.verify(tmp_path / "m", model("qwen3_vl"), logits=True)
 
 
+@pytest.mark.core("qwen2_5_vl-True", "qwen3_vl_moe-False", "internvl-True")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", (*NAMES, "qwen2_vl", "qwen3_vl_moe", "internvl"))
 def test_names_in_memory(name: str, tied: bool, tmp_path: Path) -> None:
@@ -272,6 +273,7 @@ def test_transformers_computes_the_same_of_what_it_saved_and_what_came_back(tmp_
     assert_same_tensors(computed(tmp_path / "back"), computed(saved))
 
 
+@pytest.mark.core("internvl", "qwen3_vl_tied")
 @pytest.mark.parametrize("name", ["qwen2_vl", "internvl", "internvl_qwen2", "qwen3_vl_tied"])
 def test_transformers_computes_the_same_of_what_came_back(name: str, tmp_path: Path) -> None:
     hub = make_model_type(name, tmp_path / "hub")

@@ -339,6 +339,7 @@ def test_a_tracker_with_another_number(copy: Copy, content: str) -> None:
     assert refusal(*convert(src))["message"] == "the tracker file cannot be read"
 
 
+@pytest.mark.core("text0", "text1", "text5", "text7", "text8")
 @pytest.mark.parametrize(
     "text",
     [

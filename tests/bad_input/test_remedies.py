@@ -184,6 +184,18 @@ def problems_in(words: Sequence[str]) -> list[Problem]:
     return found
 
 
+@pytest.mark.core(
+    "layers-not-divisible",
+    "size-not-divisible",
+    "model-type-unknown",
+    "values-overflow",
+    "weights-quantized",
+    "config-size-differs",
+    "fsdp-order-unknown",
+    "optimizer-order-unproven",
+    "gguf-tokenizer-unknown",
+    "average-of-quantized",
+)
 @pytest.mark.parametrize("code", CASES)
 def test_a_remedy_leads_somewhere(
     code: str, originals: Originals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -241,6 +241,7 @@ def test_the_destination_is_a_link_in_a_circle(copy: Copy) -> None:
     assert problem["message"] == "the system refused to read or to write"
 
 
+@pytest.mark.core("flags0-qwen3", "flags1-torch_dist")
 @pytest.mark.parametrize("name", ["torch_dist", "qwen3"])
 @pytest.mark.parametrize("flags", [(), ("--overwrite",)])
 def test_the_source_lies_inside_the_destination(copy: Copy, name: str, flags: tuple[str, ...]) -> None:

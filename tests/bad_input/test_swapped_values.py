@@ -59,6 +59,7 @@ def test_heads_that_rows_are_divided_by(tmp_path: Path, key: str, value: Any) ->
     planned(folder)
 
 
+@pytest.mark.core("model-None", "model-x", "added_tokens-None", "added_tokens-0")
 @pytest.mark.parametrize("value", [*ODD, {"vocab": 1}, {"vocab": {"a": "b"}}, {"vocab": {"a": 1e400}}])
 @pytest.mark.parametrize("key", ["model", "added_tokens"])
 def test_every_value_of_a_tokenizer(copy: Copy, key: str, value: Any) -> None:

@@ -174,7 +174,7 @@ SIGNALS = [
     SIGNALS,
 )
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.core("True-2-130-", "False-15-143- by SIGTERM")
+@pytest.mark.core("True-2-*")
 def test_a_signal_in_the_middle(copy: Copy, number: int, status: int, by: str, again: bool) -> None:
     """Ctrl-C, the end of a Slurm job, a closed terminal; some of them send the signal twice."""
     src = copy("qwen3")
@@ -338,6 +338,7 @@ def container() -> tuple[str, ...]:
     pytest.skip("this machine lets nobody make namespaces")
 
 
+@pytest.mark.thorough
 def test_of_two_containers_the_second_is_refused(copy: Copy, container: tuple[str, ...]) -> None:
     src = copy("qwen3")
     dst = src.parent / "dst"
@@ -354,7 +355,7 @@ def test_of_two_containers_the_second_is_refused(copy: Copy, container: tuple[st
     assert {path.name for path in src.parent.iterdir()} == {"src", "dst"}
 
 
-@pytest.mark.core("overwrite0")
+@pytest.mark.thorough
 @pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
 def test_without_locks_one_of_two_has_its_whole_output_there(
     copy: Copy, container: tuple[str, ...], overwrite: tuple[str, ...]

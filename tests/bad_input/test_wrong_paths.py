@@ -157,6 +157,7 @@ def refused_plainly(command: tuple[object, ...], there: Path) -> list[str]:
     return [f"{each}: {result.err or result.out}" for each in wrong]
 
 
+@pytest.mark.core("convert", "verify", "doctor")
 @pytest.mark.parametrize("command", READING)
 def test_a_path_that_cannot_be_read(command: str, place: Path) -> None:
     told = {}

@@ -95,6 +95,7 @@ def test_the_dry_run_as_json_is_the_body(served: Endpoint, log: Path) -> None:
     assert len(served.bodies) == 1
 
 
+@pytest.mark.thorough
 def test_at_most_150_lines_of_all_logs_are_sent(tmp_path: Path) -> None:
     noise = [
         f"step {number} of {number * 7919 % 1000} is done {'x' * (number % 50 * 10)}" for number in range(250)

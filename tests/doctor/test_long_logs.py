@@ -79,6 +79,7 @@ def test_the_first_rank_to_fail_is_found_among_hundreds() -> None:
     assert any(f"on rank {FIRST}," in evidence for evidence in map(str, found[0].evidence))
 
 
+@pytest.mark.thorough
 def test_lines_keep_their_numbers_and_their_order() -> None:
     lines = list(long_log(steps=60))
     kept = list(thinned(lines))
@@ -115,7 +116,7 @@ def long_lines(length: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", long_lines(1))
-@pytest.mark.core("letters", "Chinese")
+@pytest.mark.core("letters")
 def test_a_line_of_any_length_hides_no_failure(kind: str, tmp_path: Path) -> None:
     """Ten million characters at once, and twenty thousand occasionally: in seconds of processor time."""
     once, often = long_lines(10_000_000)[kind], long_lines(20_000)[kind]
@@ -287,7 +288,7 @@ KINDS = ("run.log", "train.py", "config.yaml", "config.json", "launch.sh", "trai
     ],
     ids=[f"{kind}-{units}" for units in ("some", "all") for kind in KINDS],
 )
-@pytest.mark.core("run.log-some")
+@pytest.mark.thorough
 def test_twice_the_input_costs_twice_the_time(kind: str, units: list[str], tmp_path: Path) -> None:
     """Every unit in two kinds of files; in `make test-all`, in all of them."""
     path, slow = tmp_path / kind, []

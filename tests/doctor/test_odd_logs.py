@@ -168,6 +168,7 @@ checkpoint.load({"a": torch.ones(4), "b": torch.ones(3)}, checkpoint_id=f"{sys.a
 """
 
 
+@pytest.mark.thorough
 def test_the_exception_of_a_rank_inside_that_of_a_distributed_checkpoint(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, check=False

@@ -151,7 +151,7 @@ def test_what_is_no_notebook_is_one_error(tmp_path: Path, content: object, found
     assert found in shown.err
 
 
-@pytest.mark.core("a.json", "a.py")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["a.py", "a.ipynb", "a.json", "a.yaml"])
 def test_a_file_larger_than_any_of_its_kind_is_refused_unread(tmp_path: Path, name: str) -> None:
     with (tmp_path / name).open("wb") as file:

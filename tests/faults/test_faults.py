@@ -40,7 +40,7 @@ def test_every_format_is_read_and_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("road", ["safetensors to torch_dist", "replaced"])
-@pytest.mark.core("safetensors*")
+@pytest.mark.thorough
 def test_a_few_faults(road: str, tmp_path: Path) -> None:
     struck(road, tmp_path, 10, 1)
 
@@ -69,6 +69,7 @@ def test_a_journal_that_cannot_be_written_loses_nothing_that_it_said(tmp_path: P
         assert outcomes == {"refused, kept"}
 
 
+@pytest.mark.thorough
 def test_a_source_that_cannot_be_looked_at_again_has_not_changed(tmp_path: Path) -> None:
     """So nothing that was written is lost."""
     stage = scene(ROADS["continued"], tmp_path)

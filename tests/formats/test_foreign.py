@@ -102,6 +102,9 @@ KINDS = {
 }
 
 
+@pytest.mark.core(
+    "model.onnx-*", "weights.npz-*", "folder-of-plain-*", "old.pth-*", "nemo.ckpt-*", "lit_step.pth-*"
+)
 @pytest.mark.parametrize(("name", "code"), KINDS.items())
 def test_every_command_says_what_it_is(name: str, code: str, files: Path, tmp_path: Path) -> None:
     for words in (("inspect",), ("convert", "--to", "dcp"), ("doctor",)):

@@ -168,6 +168,7 @@ def test_no_container_is_walked_through_twice() -> None:
     assert untrusted.number_of(nest, 1000) == 1001 and untrusted.number_of([[1], {"a": 2}], 1000) == 5
 
 
+@pytest.mark.thorough
 def test_mutated_pickles_of_frameworks(genuine: Callable[..., Genuine]) -> None:
     pytest.importorskip("megatron.core")
     source = genuine("qwen2-tp2-pp2")

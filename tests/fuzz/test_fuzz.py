@@ -32,6 +32,16 @@ def attempts() -> Iterator[Callable[[str], Attempts]]:
         each.end()
 
 
+@pytest.mark.core(
+    "json",
+    "index",
+    "megatron-metadata",
+    "torch-file-as-torch",
+    "dcp-metadata",
+    "gguf-as-source",
+    "doctor-log",
+    "config",
+)
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_few_inputs(attempts: Callable[[str], Attempts], name: str) -> None:
     target, take = TARGETS[name], attempts(name)

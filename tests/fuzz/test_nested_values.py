@@ -94,7 +94,7 @@ def main() -> None:
 
 @pytest.mark.parametrize("most", [MOST, 0])
 @pytest.mark.parametrize("name", PICKLES)
-@pytest.mark.core("megatron-metadata-50")
+@pytest.mark.thorough
 def test_a_value_that_takes_years_to_hash(name: str, most: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.fuzz.test_nested_values", name, str(most)],

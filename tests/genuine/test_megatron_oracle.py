@@ -48,7 +48,7 @@ def assert_same(one: MegatronLogits, other: MegatronLogits) -> None:
         np.testing.assert_allclose(left, right, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.core("qwen3-moe-ep2-*", "qwen2-tied*")
+@pytest.mark.core("qwen2-tied*")
 @pytest.mark.parametrize(
     "name, layouts",
     [
@@ -69,6 +69,7 @@ def test_one_checkpoint_gives_the_same_logits_at_every_layout(
         assert_same(alone, logits(checkpoint, layout))
 
 
+@pytest.mark.core("qwen3-pp2-vpp2")
 @pytest.mark.parametrize(
     "name",
     [

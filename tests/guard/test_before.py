@@ -186,6 +186,7 @@ def port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
+@pytest.mark.thorough
 def test_a_port_in_use_as_torchrun_fails_with_it(port: int, folder: Path) -> None:
     line = f"torchrun --nproc-per-node 2 --master-port {port} train.py"
     problem = the("guard-port-in-use", found := checked(line, folder))

@@ -102,6 +102,7 @@ WRONG = {
 }
 
 
+@pytest.mark.core("program-not-found", "final-has-a-model")
 @pytest.mark.parametrize("code", WRONG)
 def test_wrong_options_leave_no_log(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -117,7 +117,7 @@ else:
         ),
     ],
 )
-@pytest.mark.core("torchrun-")
+@pytest.mark.thorough
 def test_options_without_a_value(launcher: str, environment: str) -> None:
     interpreter = python(environment) if environment else sys.executable
     ran = subprocess.run([interpreter, "-c", PARSER, launcher], capture_output=True, text=True, check=True)

@@ -115,6 +115,7 @@ def killed(folder: Path) -> CommandOutcome:
     return outcome
 
 
+@pytest.mark.thorough
 def test_the_command_that_is_shown_continues_to_the_same_losses_and_the_folder_loads(
     folder: Path, killed: CommandOutcome, tmp_path: Path
 ) -> None:

@@ -35,7 +35,7 @@ def test_all_learn_the_same(in_folder: bool, tmp_path: Path, port: int) -> None:
 
 
 @pytest.mark.parametrize("in_folder", [True, False])
-@pytest.mark.core("True")
+@pytest.mark.thorough
 def test_a_node_that_does_not_come_is_not_waited_for_longer_than_the_others_need(
     in_folder: bool, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

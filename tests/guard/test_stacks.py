@@ -61,6 +61,7 @@ def confined(process: Process, folder: Path) -> Any:
     return json.loads(subprocess.run(words, capture_output=True, env=environment, check=True).stdout)
 
 
+@pytest.mark.thorough
 def test_py_spy(hanging: tuple[Path, dict[int, Process]]) -> None:
     _, ranks = hanging
     stacks = [read_stack(ranks[rank], None) for rank in (0, 1)]

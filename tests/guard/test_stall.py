@@ -136,6 +136,7 @@ def more_ranks(tmp_path_factory: pytest.TempPathFactory, stopped: list[int]) -> 
     )
 
 
+@pytest.mark.thorough
 def test_a_good_run_is_not_reported(ranks: Runs) -> None:
     seen = ranks("good")
     assert (seen.code, seen.codes) == (0, []), seen.text
@@ -225,6 +226,7 @@ def single_runs() -> Iterator[Runs]:
     )
 
 
+@pytest.mark.core("pause", "worker", "words", "one rank ends")
 @pytest.mark.parametrize(
     "name", ["slow start", "pause", "worker", "words", "server", "ranks", "one rank ends"]
 )
@@ -233,6 +235,7 @@ def test_good_runs_without_torch_are_not_reported(name: str, plain_runs: Runs) -
     assert (seen.code, seen.codes) == (0, []), seen.text
 
 
+@pytest.mark.thorough
 def test_a_stopped_rank_is_reported_once_though_others_go_on(plain_runs: Runs) -> None:
     seen = plain_runs("stopped")
     assert (seen.code, seen.codes) == (0, ["rank-stopped", "run-goes-on"])

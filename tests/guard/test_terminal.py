@@ -77,6 +77,7 @@ def test_a_password_is_not_shown() -> None:
     assert b"it has 6 characters" in guarded[0] and b"secret" not in guarded[0]
 
 
+@pytest.mark.thorough
 def test_a_progress_bar_is_redrawn_as_it_is_alone() -> None:
     code = "import sys, tqdm\nfor _ in tqdm.tqdm(range(3), bar_format='{n}/{total}', mininterval=0): pass"
     alone, guarded = alone_and_guarded(code)
@@ -84,6 +85,7 @@ def test_a_progress_bar_is_redrawn_as_it_is_alone() -> None:
     assert b"\r3/3" in guarded[0]
 
 
+@pytest.mark.thorough
 def test_ctrl_c_reaches_the_command_once() -> None:
     code = (
         "import signal, time\nheard = []\nsignal.signal(signal.SIGINT, lambda *_: heard.append(1))\n"
@@ -95,6 +97,7 @@ def test_ctrl_c_reaches_the_command_once() -> None:
         assert (b"heard 1" in printed, status) == (True, 5)
 
 
+@pytest.mark.thorough
 def test_ctrl_z_stops_it_and_fg_goes_on() -> None:
     for before in ("", " ".join(GUARD)):
         command = f"{before} {PYTHON} -c 'import time; print(1, flush=True); time.sleep(1); print(2)'"
@@ -135,6 +138,7 @@ def test_a_reader_that_left_is_a_broken_pipe_for_the_command() -> None:
     assert (done.stdout, done.stderr.startswith(b"broken")) == (b"y\n", True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("code", "found"),
     [("yes | head -1", b"Broken pipe"), (f"{PYTHON} -c 'print(1)' > /dev/full", b"No space left on device")],
@@ -161,7 +165,7 @@ print(*heard)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 @pytest.mark.parametrize("to_all", [False, True])
-@pytest.mark.core("True-2", "False-15")
+@pytest.mark.core("True-2")
 def test_a_signal_reaches_the_command_once(number: int, to_all: bool) -> None:
     with subprocess.Popen(
         [*GUARD, PYTHON, "-c", COUNTS], stdout=subprocess.PIPE, start_new_session=True
@@ -191,6 +195,7 @@ def test_what_goes_on_after_the_command_still_prints() -> None:
         assert guard.stdout and guard.stdout.read() == b"now\nlater\n"
 
 
+@pytest.mark.thorough
 def test_the_command_ends_with_a_guard_that_is_killed() -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     with subprocess.Popen([*GUARD, PYTHON, "-c", code], stdout=subprocess.PIPE) as guard:
@@ -234,6 +239,7 @@ def _waiting(pipe: int) -> int:
     return int(count)
 
 
+@pytest.mark.thorough
 def test_output_to_a_pipe_that_does_not_block_is_complete() -> None:
     source, target = os.pipe()
     os.set_blocking(target, False)

@@ -32,7 +32,7 @@ for step in range(3):
         ("kill", 2, "killed by SIGKILL: by the out-of-memory killer, a scheduler or a person", True),
     ],
 )
-@pytest.mark.core("raise-*")
+@pytest.mark.thorough
 def test_both_nodes_name_the_rank_that_failed_first(
     how: str, ranks: int, shown: str, in_folder: bool, tmp_path: Path
 ) -> None:

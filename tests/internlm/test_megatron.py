@@ -28,7 +28,7 @@ WIDE = {
 
 @pytest.mark.parametrize("to", ["megatron", "megatron-legacy"])
 @pytest.mark.parametrize("name", WIDE)
-@pytest.mark.core("moe-tp2-megatron", "internlm2-chunks-megatron-legacy", "internlm1-tp2-megatron")
+@pytest.mark.core("internlm1-tp2-megatron")
 def test_a_plain_gpt_model_computes_what_internevo_computes(
     name: str, to: str, hub: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -64,6 +64,7 @@ SIZES: dict[str, Any] = {
 }
 
 
+@pytest.mark.core("internlm2-*")
 @pytest.mark.parametrize(
     ("name", "variant", "own"),
     [

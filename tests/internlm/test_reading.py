@@ -74,6 +74,7 @@ def test_verify_finds_the_checkpoint_and_its_hub_folder_equal(hub: Callable[[str
     assert run("verify", DATA / "internlm2-tp2pp2", hub("internlm2-chunks")).code != 0
 
 
+@pytest.mark.core("internlm2-tp2pp2", "moe-tp2")
 @pytest.mark.parametrize(
     "name", ["internlm2-tp2pp2", "internlm2-biases", "internlm1-tp2", "llama-tp2", "moe-tp2"]
 )

@@ -49,6 +49,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.core("qwen3_moe", "gpt_oss", "llama_tied")
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_from_pretrained_is_that_of_transformers(family: str, hf_model: Models, tmp_path: Path) -> None:
     """Layers for multi-token prediction, which deepseek_v3 and glm4_moe have, are built by neither."""
@@ -127,7 +128,7 @@ def test_wrappers_in_names_do_not_matter(wrap: str, hf_model: Models) -> None:
 
 
 @pytest.mark.parametrize(("how", "ranks"), [("fsdp", 2), ("tp", 2), ("fsdp-tp", 4)])
-@pytest.mark.core("fsdp-tp-4")
+@pytest.mark.thorough
 def test_each_rank_reads_only_its_own_part(how: str, ranks: int, hf_model: Models, tmp_path: Path) -> None:
     source = hf_model("qwen3")
     layout: dict[str, Any] = {"to": "dcp"} if how == "fsdp" else {"to": "megatron", "tp": 2, "pp": 2}

@@ -129,7 +129,7 @@ def assert_within(ended: Ended, bound: int = BOUND) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-@pytest.mark.core("lora")
+@pytest.mark.thorough
 def test_a_road_keeps_within_the_bound(folder: Path, name: str) -> None:
     ready(folder, name)
 

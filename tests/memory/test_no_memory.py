@@ -65,6 +65,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], folder: Path) -> None
     assert "Traceback" not in done.stderr and not (folder / "out").exists()
 
 
+@pytest.mark.core("90")
 @pytest.mark.parametrize("mebibytes", [40, 90, 130])
 def test_a_small_address_space(folder: Path, mebibytes: int) -> None:
     """Too little to load numpy, for its OpenBLAS, for thread stacks, or for buffers."""

@@ -61,6 +61,7 @@ def path_with(site: Path) -> str:
     return os.pathsep.join((str(site), str(Path(reshard.__file__).parents[1])))
 
 
+@pytest.mark.thorough
 def test_a_format_and_a_family_of_another_package(
     hf_model: Callable[..., Path], site: Path, run: Run, tmp_path: Path
 ) -> None:

@@ -52,7 +52,7 @@ def test_headers_that_lie_near_each_other_are_one_request(web: Web, root: Path, 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.core("megatron")
+@pytest.mark.thorough
 def test_headers_that_lie_far_apart_are_asked_for_side_by_side(
     web: Web, root: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +64,7 @@ def test_headers_that_lie_far_apart_are_asked_for_side_by_side(
     assert api.verify(f"{web.address}/{name}", root / "model")
 
 
+@pytest.mark.thorough
 def test_chunks_are_looked_up_some_at_a_time(web: Web, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "CHUNKS_AHEAD", 7)
     api.open(f"{web.address}/dcp")
@@ -71,6 +72,7 @@ def test_chunks_are_looked_up_some_at_a_time(web: Web, root: Path, monkeypatch: 
     assert tensors / 7 < len(of_weights(web)) < tensors / 2
 
 
+@pytest.mark.thorough
 def test_what_is_fetched_and_read_is_let_go(web: Web) -> None:
     for name in FORMATS:
         path = api.open(f"{web.address}/{name}").checkpoint.path

@@ -50,6 +50,7 @@ def weights(model: Path) -> int:
     return sum(each.stat().st_size for each in model.glob("*.safetensors"))
 
 
+@pytest.mark.core("hf://Org/Model")
 @pytest.mark.parametrize("typed", [NAME, f"hf://{NAME}", f"hf://{NAME}@main"])
 def test_an_id_is_inspected_by_its_headers(hub: Hub, model: Path, tmp_path: Path, typed: str) -> None:
     result = run(hub, tmp_path, "inspect", typed, "--json")
@@ -75,6 +76,7 @@ def test_an_id_is_converted_and_is_a_base(hub: Hub, model: Path, tmp_path: Path)
     assert api.verify(tmp_path / "back", model)
 
 
+@pytest.mark.thorough
 def test_the_local_cache_is_used_where_it_has_the_model(hub: Hub, model: Path, tmp_path: Path) -> None:
     code = f"import huggingface_hub; huggingface_hub.snapshot_download({NAME!r})"
     settings = {**os.environ, **hub.environment("hf_reads"), "HF_HOME": str(tmp_path / "hf")}

@@ -55,6 +55,7 @@ def parts(s3: S3) -> list[str]:
     ]
 
 
+@pytest.mark.thorough
 def test_parts_go_one_after_another_and_memory_bounds_them(s3: S3, large: Path, tmp_path: Path) -> None:
     api.convert(large, tmp_path / "dst", **OPTIONS)
     api.convert(large, DST, **OPTIONS)

@@ -191,6 +191,7 @@ def test_what_is_in_the_way_is_found_before_anything_is_converted(
     assert list(tmp_path.iterdir()) == [] and "Org/Model" not in hub.repositories
 
 
+@pytest.mark.thorough
 def test_signed_addresses_are_not_shown(hub: Hub, model: Path, tmp_path: Path) -> None:
     failures = iter([500])
     hub.fails = lambda method, path: next(failures, None) if method == "PUT" else None

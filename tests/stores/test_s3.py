@@ -141,6 +141,7 @@ def test_no_permission_is_told_with_where_credentials_come_from(s3: S3) -> None:
     assert "not-to-be-shown" not in result.err and "Traceback" not in result.err
 
 
+@pytest.mark.thorough
 def test_faults_that_pass_change_nothing(s3: S3, root: Path, tmp_path: Path) -> None:
     seen: dict[str, int] = {}
 

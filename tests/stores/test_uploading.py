@@ -73,6 +73,7 @@ def test_objects_are_the_files_of_a_local_conversion(s3: S3, model: Path, tmp_pa
     assert list((tmp_path / "tmp").rglob("*.safetensors")) == []
 
 
+@pytest.mark.thorough
 def test_other_machines_write_and_this_one_uploads(
     s3: S3, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +198,7 @@ def test_what_a_trainer_left_stays(s3: S3, model: Path) -> None:
     assert "model.safetensors" in there and MARKER not in there and api.verify(DST).equal
 
 
+@pytest.mark.thorough
 def test_what_changed_before_it_was_uploaded_is_written_again(s3: S3, model: Path, tmp_path: Path) -> None:
     """A complete file that waits for its upload in a temporary folder, with the time that it had."""
     api.convert(model, tmp_path / "dst", **SHARDS)
@@ -240,6 +242,7 @@ def tmp_path_of(model: Path, tmp_path: Path) -> Path:
     return tmp_path / "ranks"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("status", [503, *(pytest.param(each, marks=pytest.mark.slow) for each in (500, 0))])
 def test_requests_that_fail_are_tried_again(s3: S3, model: Path, tmp_path: Path, status: int) -> None:
     failures = iter([status] * 3)
@@ -290,6 +293,7 @@ def unfinished(s3: S3, model: Path, **options: Any) -> None:
     assert died.returncode == 9 and MARKER in names(s3), died.stderr
 
 
+@pytest.mark.thorough
 def test_an_unfinished_conversion_is_no_checkpoint(s3: S3, model: Path, tmp_path: Path) -> None:
     unfinished(s3, model, command="reshard convert src dst")
     for act in (lambda: api.convert(DST, tmp_path / "dst", to="megatron"), lambda: api.inspect(DST)):

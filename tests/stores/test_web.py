@@ -89,6 +89,7 @@ def test_a_folder_may_have_a_dot_in_its_name(web: Web, root: Path, tmp_path: Pat
     assert api.open(f"{web.address}/Llama-3.1").tensors.keys() == api.open(root / "large").tensors.keys()
 
 
+@pytest.mark.thorough
 def test_comparing_asks_for_as_much_at_once_as_converting(web: Web, tmp_path: Path) -> None:
     values = np.arange(5 << 20, dtype=np.float32)
     save_file({"w": values}, tmp_path / "a.safetensors")
@@ -244,6 +245,7 @@ def test_a_source_that_changes_is_noticed(web: Web, root: Path, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_headers_are_fetched_side_by_side(web: Web, root: Path) -> None:
     count = len(weights_in(root / "shards"))
     assert count > 4

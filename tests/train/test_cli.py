@@ -58,6 +58,7 @@ def test_help_loads_no_framework() -> None:
     assert loaded("train", "sft", "--help") == "0 []"
 
 
+@pytest.mark.core("wrong0")
 @pytest.mark.parametrize(
     "wrong", [("--learning_rat", "1e-5"), ("--data", "nothing"), ("--data", "bad.jsonl")]
 )
@@ -74,6 +75,7 @@ def test_what_is_wrong_in_options_and_data_is_told_without_a_framework(
     assert loaded("train", "sft", *given[: 2 if "--data" in wrong else 4], *given[4:], *wrong) == "2 []"
 
 
+@pytest.mark.thorough
 def test_the_launcher_needs_no_framework_until_the_ranks_have_trained(
     tmp_path: Path, tiny: Callable[..., Path], data: dict[str, Path]
 ) -> None:

@@ -26,7 +26,7 @@ STATES = {"one": WHOLE, "ddp": WHOLE, "fsdp2": SPREAD, "tp": SPREAD, "zero2": ("
 
 
 @pytest.mark.parametrize("plan", ["one", "ddp", "fsdp2", "tp", pytest.param("zero2", marks=pytest.mark.slow)])
-@pytest.mark.core("fsdp2")
+@pytest.mark.thorough
 def test_a_checkpoint_of_any_plan_that_has_lost_a_file_is_not_continued_from(
     plan: str, ran: Trainer, tmp_path: Path
 ) -> None:

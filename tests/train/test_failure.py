@@ -172,6 +172,7 @@ def shown(value: Any) -> Any:
     return value if isinstance(value, (list, bool)) else str(value)
 
 
+@pytest.mark.thorough
 def test_what_a_rank_raises_forges_no_line_and_commands_no_terminal(tmp_path: Path) -> None:
     run = Run("sft", tmp_path, tmp_path, tmp_path)
     console = Console(file=StringIO(), width=300)
@@ -181,6 +182,7 @@ def test_what_a_rank_raises_forges_no_line_and_commands_no_terminal(tmp_path: Pa
     assert "\x1b" not in told and r"no good\x9b31m" in told and "\n  error: forged\n" in told
 
 
+@pytest.mark.thorough
 def test_under_a_foreign_launcher_one_rank_tells(tmp_path: Path) -> None:
     run = Run("sft", tmp_path, tmp_path, tmp_path)
     told = failure_of_rank(run, 1, ValueError("no good"))

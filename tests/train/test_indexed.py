@@ -105,6 +105,7 @@ def plain_losses(*given: Any) -> list[float]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "ranks", "weights"),
     [

@@ -65,7 +65,7 @@ def test_ranks_train_and_the_run_is_recorded(make_run: Callable[..., Run], tmp_p
         ),  # the ranks tell it by a file in both cases
     ],
 )
-@pytest.mark.core("1-2-*")
+@pytest.mark.thorough
 def test_a_refusal_of_ranks_is_raised_once_and_after_a_step_the_run_has_failed(
     make_run: Callable[..., Run], ranks: int, at: int, failed: bool, outcome: str
 ) -> None:
@@ -149,6 +149,7 @@ def test_a_node_ends_with_the_refusal_of_the_first() -> None:
     told.join()
 
 
+@pytest.mark.thorough
 def test_a_node_goes_on_when_torch_listens() -> None:
     from torch.distributed import TCPStore
 

@@ -59,6 +59,7 @@ def finished(ran: Ran, output: Path) -> Path:
     return output
 
 
+@pytest.mark.core("rslora")
 @pytest.mark.parametrize("name", [*RELATIVES][:3])
 def test_merged_is_what_peft_merges(name: str, ran: Callable[..., Ran], tmp_path: Path) -> None:
     import torch

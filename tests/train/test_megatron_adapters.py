@@ -73,6 +73,7 @@ def test_losses_do_not_depend_on_the_layout(wide: str, narrow: str, runs: Runs) 
     assert alone.losses[-1] < alone.losses[0] - 0.1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [

@@ -256,6 +256,7 @@ def _configs(run: Run) -> dict[str, dict[str, Any]]:
     return {**found, "losses": seen.steps, "decays": sorted({group["weight_decay"] for group in groups})}
 
 
+@pytest.mark.thorough
 def test_fields_reach_the_configs_that_train(tiny: Tiny, tmp_path: Path) -> None:
     given = {name: word for names in PASSED.values() for name, (word, _) in names.items()}
     run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", **{**given, "train_iters": 2})
@@ -280,6 +281,7 @@ def test_fields_reach_the_configs_that_train(tiny: Tiny, tmp_path: Path) -> None
     assert found["losses"][1]["loss"] != plain.steps[1]["loss"]  # dropout was there
 
 
+@pytest.mark.thorough
 def test_a_schedule_of_the_weight_decay_and_wsd_reach_the_scheduler(tiny: Tiny, tmp_path: Path) -> None:
     schedule = {
         "lr_decay_style": "WSD",

@@ -124,6 +124,7 @@ def test_how_it_is_computed_does_not_change_losses(
     assert list(seen.evaluations.values()) == pytest.approx(expected.held_out, abs=EPSILON)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flag", "dtype"), [("bf16", torch.bfloat16), pytest.param("fp16", torch.float16, marks=pytest.mark.slow)]
 )
@@ -265,6 +266,7 @@ def test_the_exported_folder_computes_what_megatron_does(name: str, runs: Runs, 
     assert len(AutoTokenizer.from_pretrained(final)) > 100
 
 
+@pytest.mark.thorough
 def test_the_check_names_each_weight_that_is_not_the_trained_one(runs: Runs, tmp_path: Path) -> None:
     run, _, trained = runs("qwen3 at TP2·PP2")
     final = tmp_path / "final"
@@ -279,6 +281,7 @@ def test_the_check_names_each_weight_that_is_not_the_trained_one(runs: Runs, tmp
     assert problem.tensor.endswith("decoder.layers.0.mlp.linear_fc2.weight")
 
 
+@pytest.mark.thorough
 def test_the_last_checkpoint_is_complete(runs: Runs, tmp_path: Path) -> None:
     run, seen, trained = runs("qwen2 at TP2")
     assert seen.checkpoints == [trained.checkpoint]
@@ -304,6 +307,7 @@ def test_a_step_says_what_it_measured(runs: Runs) -> None:
     assert all(metrics["grad_norm"] > 0 and metrics["memory"] > 1 << 20 for metrics in seen.steps.values())
 
 
+@pytest.mark.thorough
 def test_weights_of_the_base_that_are_nan_are_not_called_divergence(folder: Path, tmp_path: Path) -> None:
     spoil(folder, "model.layers.1.mlp.up_proj.weight", (3, 5))
     run = run_of(folder, write_chats(tmp_path), tmp_path / "out", Layout(tp=2))

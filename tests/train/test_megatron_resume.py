@@ -87,6 +87,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return get
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [*CASES, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE_CASES)]
 )
@@ -146,6 +147,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tiny: Tiny, tmp_path: Path
         train(other)
 
 
+@pytest.mark.thorough
 def test_a_megatron_checkpoint_that_has_lost_a_file_is_not_continued_from(
     whole: Whole, tmp_path: Path
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_gradient_that_is_no_number_stops_the_run(tiny: Tiny, tmp_path: Path) 
     assert re.search(found, str(caught.value)), str(caught.value)
 
 
+@pytest.mark.thorough
 def test_weights_that_are_not_finite_are_not_saved_though_the_loss_is(tiny: Tiny, tmp_path: Path) -> None:
     unseen = _with(tiny("qwen3_moe"), tmp_path / "model", "model.embed_tokens.weight", 2.0)
     exploding = {"lr": 3e37, "weight_decay": 10.0}  # of a token without a gradient, only the decay overflows
@@ -118,6 +119,7 @@ def test_weights_that_are_not_finite_are_not_saved_though_the_loss_is(tiny: Tiny
     assert {folder.name for folder in run.output.glob("iter_*")} == {"iter_0000001"}
 
 
+@pytest.mark.thorough
 def test_more_steps_that_are_nan_may_be_allowed_and_are_not_saved(tiny: Tiny, tmp_path: Path) -> None:
     data = write_chats(tmp_path)
     run = run_of(tiny("qwen3"), data, tmp_path / "out", train_iters=4, save_interval=1, lr=1e30)

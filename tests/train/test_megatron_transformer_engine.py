@@ -38,6 +38,7 @@ def _checked(run: Run, transformer_engine: Executor, world_size: int, final: Pat
     return seen
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "world_size", "layout", "options"), CASES)
 def test_losses_are_those_of_transformers(
     model: str,

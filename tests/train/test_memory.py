@@ -241,6 +241,7 @@ def test_the_peak_of_real_steps_is_foretold(lora: bool, autocast: bool, again: b
     assert found.total == pytest.approx(peak(run, autocast, again), rel=0.25)
 
 
+@pytest.mark.thorough
 def test_the_tiles_of_a_distillation_are_those_that_trl_computes_in(tmp_path: Path) -> None:
     import torch
     from trl.trainer.distillation_trainer import _chunked_divergence_loss
@@ -329,6 +330,7 @@ def held_by_fsdp2(run: Run) -> dict[str, int]:
     }
 
 
+@pytest.mark.core("qwen3_moe-2")
 @pytest.mark.parametrize(("name", "ranks"), [("qwen2_tied", 2), ("qwen3_moe", 2), ("qwen2_tied", 4)])
 def test_tensor_parallel_ranks_hold_what_the_plan_of_transformers_cuts(
     name: str, ranks: int, tiny: Callable[..., Path]
@@ -367,6 +369,7 @@ def test_generation_holds_keys_and_values_of_all_completions(tiny: Callable[...,
 MEGATRON = {"seq_length": 64, "fp32": True, "global_batch_size": 2}
 
 
+@pytest.mark.core("qwen3_moe-*")
 @pytest.mark.parametrize(
     ("name", "layout", "lora", "options"),
     [
@@ -441,6 +444,7 @@ def test_megatrons_activations_are_those_that_autograd_keeps(
     assert sum(found.step.values()) == pytest.approx(real["kept"] + one_layer_again, rel=0.2)
 
 
+@pytest.mark.thorough
 def test_ranks_that_share_a_query_group_keep_the_projections_of_all(tiny: Callable[..., Path]) -> None:
     """Each gathers the output of `linear_qkv`, and keeps views of it."""
     estimated, real = [], []

@@ -111,6 +111,7 @@ def test_losses_are_those_of_plain_trl_to_the_bit(
     assert [(row["loss"], row["grad_norm"]) for row in one.rows] == plain_numbers(one.run, tmp_path)
 
 
+@pytest.mark.core("rloo")
 @pytest.mark.parametrize("method", NEW)
 def test_a_run_goes_on_as_if_it_had_not_been_killed(
     method: str, ran: Callable[..., Ran], tmp_path: Path
@@ -151,6 +152,7 @@ def test_ranks_that_draw_answers_for_distillation_learn(plan: str, ran: Callable
     assert all(row["tokens"] > 0 for row in spread.rows)
 
 
+@pytest.mark.core("reward", "rloo")
 @pytest.mark.parametrize("method", NEW)
 def test_the_final_folder_loads(method: str, ran: Callable[..., Ran], tmp_path: Path) -> None:
     one = ran(method)

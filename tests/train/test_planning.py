@@ -137,6 +137,7 @@ def test_tensor_parallelism_is_slower_where_it_leaves_the_node(qwen3_8b: Path) -
     assert work.seconds(PlannedMachine(H100, 4, 2)) > 1.5 * work.seconds(PlannedMachine(H100, 8))
 
 
+@pytest.mark.thorough
 def test_the_layouts_of_megatron_are_compared(qwen3_8b: Path) -> None:
     run = run_on(qwen3_8b, engine="megatron", options={"train_iters": 10})
     plans = plans_of(asked(run), PlannedMachine(H100, 8)).fitting

@@ -240,6 +240,7 @@ with signals.listening(None):
 """
 
 
+@pytest.mark.thorough
 def test_workers_of_a_loader_outlive_a_signal_to_all_processes() -> None:
     done = subprocess.run([sys.executable, "-c", STEADY], capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["20", str(int(signal.SIGINT))], done.stderr

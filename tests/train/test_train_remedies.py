@@ -59,6 +59,16 @@ def models(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
     return get
 
 
+@pytest.mark.core(
+    "columns-missing",
+    "data-not-found",
+    "output-not-empty",
+    "megatron-option-unknown",
+    "ranks-not-divisible",
+    "lora-option-without-lora",
+    "records-teach-nothing",
+    "train-megatron-lacks-family",
+)
 @pytest.mark.parametrize("code", CASES)
 def test_a_remedy_of_a_run_leads_somewhere(
     code: str, models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

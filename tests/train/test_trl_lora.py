@@ -16,6 +16,7 @@ from tests.train.trl_runs import train
 WITH_HEAD = {"lora_modules_to_save": ["lm_head"], "lora_target_modules": ["q_proj", "v_proj"]}
 
 
+@pytest.mark.thorough
 def test_lora_under_fsdp2_saves_whole_adapters(ran: Trainer, tiny: Callable[..., Path]) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

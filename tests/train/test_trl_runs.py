@@ -22,6 +22,7 @@ from tests.train.trl_plans import BESIDE, EVALUATED, FOUR_DIGITS, PLANS, Trainer
 from tests.train.trl_runs import train
 
 
+@pytest.mark.core("fsdp2")
 @pytest.mark.parametrize("plan", ["ddp", "fsdp2", "tp"])
 def test_every_plan_has_the_losses_of_one_process(plan: str, ran: Trainer) -> None:
     one = ran("one")
@@ -149,6 +150,7 @@ def test_a_copied_checkpoint_is_all_that_a_run_needs_to_go_on_and_its_steps_have
 MORE = {"one": {}, "ddp": {}, "tp": {}, "grpo": {"max_steps": 4}}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["fsdp2", *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
 def test_a_run_that_a_signal_has_stopped_goes_on_to_the_same_bits(
     kind: str, ran: Trainer, tmp_path: Path

@@ -143,6 +143,7 @@ def test_texts_among_images_are_trained_on_too(model: Path, pictures: Path, tmp_
     assert done.losses == plain_losses(run, plain, tmp_path, config={"assistant_only_loss": True})
 
 
+@pytest.mark.thorough
 def test_prompts_with_images_and_completions_are_those_of_plain_trl(
     model: Path, pictures: Path, tmp_path: Path
 ) -> None:
