@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,12 +54,19 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
+def imports_of(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """The import statements of a module, wherever they stand."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+
+
 def imported(path: Path) -> Iterator[str]:
     """The modules of the project that one imports anywhere, including imports for types."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in imports_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "reshard")
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "reshard":
+        elif (node.module or "").split(".")[0] == "reshard":
             names = [f"reshard.{alias.name}" for alias in node.names]
             yield from names if node.module == "reshard" else [str(node.module)]
 
@@ -99,10 +107,10 @@ def test_one_module_suggests_names() -> None:
 def _targets(path: Path) -> set[str]:
     """The modules that one imports anywhere, where a name that is imported from a package may be a module itself."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in imports_of(path):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 found.add(inner if inner in BY_NAME else node.module)
