@@ -131,7 +131,7 @@ def mixed(three: list[Path], hf_model: Models, tmp_path_factory: pytest.TempPath
 MEGATRON = {"to": "megatron", "tp": 2, "pp": 2}
 
 
-@pytest.mark.core("megatron")
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, MEGATRON, {"to": "dcp"}], ids=["hf", "megatron", "dcp"])
 def test_formats_and_layouts_may_differ(
     mixed: list[Path], hf_model: Models, tmp_path: Path, options: dict[str, Any]

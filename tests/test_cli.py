@@ -433,6 +433,7 @@ def test_quiet_prints_nothing_but_errors(megatron: Path, tmp_path: Path) -> None
     assert result.code == 2 and result.out == "" and "error: the destination is not empty" in result.err
 
 
+@pytest.mark.thorough
 def test_without_quiet_the_result_is_told_on_stdout(megatron: Path, tmp_path: Path) -> None:
     result = reshard("convert", megatron, tmp_path / "dst")
     assert result.err == ""

@@ -117,6 +117,7 @@ def test_optimizer_states_are_read_under_the_names_of_their_tensors(
     assert 2 * checkpoint.nbytes < checkpoint.dropped["optimizer states"] < 2.5 * checkpoint.nbytes
 
 
+@pytest.mark.thorough
 def test_optimizer_states_are_those_that_torch_reads(saved: Callable[[str], Path]) -> None:
     for kind, folder in (("fsdp2-tp", "step-1"), ("accelerate-2", "optimizer_0")):
         checkpoint = reshard.open(saved(kind)).checkpoint
@@ -223,6 +224,7 @@ def test_live_names_become_the_hubs_and_the_hubs_become_live(model_type: str, tm
     assert_same_tensors(written["model"], live)
 
 
+@pytest.mark.thorough
 def test_a_live_mixture_of_experts_that_was_trained_and_sharded(hf_model: Maker, tmp_path: Path) -> None:
     on_ranks(2, make_dcp.fsdp2, hf_model("qwen3_moe"), tmp_path, "model", 1)
     assert any(".gate_up_proj" in name for name in reshard.open(tmp_path / "checkpoint").tensors)

@@ -60,7 +60,7 @@ def test_a_model_is_what_its_ranks_would_save(
     assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(source))
 
 
-@pytest.mark.core("dcp")
+@pytest.mark.thorough
 @pytest.mark.parametrize("through", ["megatron", "dcp", "deepspeed"])
 def test_other_formats_become_files_of_ranks(through: str, hf_model: Models, tmp_path: Path) -> None:
     source = hf_model("qwen3_moe")

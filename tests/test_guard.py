@@ -387,6 +387,7 @@ def test_each_case_over_two_processes(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
+@pytest.mark.thorough
 def test_the_callback_in_a_trainer(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 

@@ -260,6 +260,7 @@ def test_what_changed_between_two_runs_is_written_again(
     assert content(dst) == content(tmp_path / "threads") and reshard.verify(dst)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_keeps_the_parts_that_are_done(sources: dict[str, Path], dask: str, tmp_path: Path) -> None:
     source, options = ROADS["to torch_dist"]
     dst = tmp_path / "out"
@@ -275,6 +276,7 @@ def test_ctrl_c_keeps_the_parts_that_are_done(sources: dict[str, Path], dask: st
     assert report and report.resumed >= found.nbytes
 
 
+@pytest.mark.thorough
 def test_damage_is_told_as_threads_tell_it(sources: dict[str, Path], dask: str, tmp_path: Path) -> None:
     source, options = ROADS["from zip files to shards"]
     src, dst = tmp_path / "src", tmp_path / "dst"
@@ -290,6 +292,7 @@ def test_damage_is_told_as_threads_tell_it(sources: dict[str, Path], dask: str, 
     assert told[0] == told[1]
 
 
+@pytest.mark.thorough
 def test_what_a_worker_cannot_read_is_told_as_it_is(
     sources: dict[str, Path], dask: str, tmp_path: Path
 ) -> None:
@@ -378,6 +381,7 @@ WRONG = {
 }
 
 
+@pytest.mark.core("spark://host", "dask", "ray", "mpi", "slurm:*", "")
 @pytest.mark.parametrize("on", WRONG)
 def test_what_cannot_run_is_refused(
     sources: dict[str, Path], tmp_path: Path, on: str, monkeypatch: pytest.MonkeyPatch

@@ -142,7 +142,7 @@ def sparse(folder: Path, nbytes: int) -> Path:
 # ----------------------------------------------------------------------------------------------- the tools
 
 
-@pytest.mark.core("auto")
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["legacy", "auto"])
 def test_an_agent_sees_the_tools_and_where_they_read(place: Path, mode: str) -> None:
     async def run() -> tuple[Any, str | None, str]:
@@ -390,6 +390,7 @@ def test_the_skill_is_a_skill_file() -> None:
         check_parses(each.split()[1:])
 
 
+@pytest.mark.thorough
 def test_tokens_in_logs_are_not_told(tmp_path: Path) -> None:
     token = "hf_" + "aB3dE5fG7h" * 3 + "jKlM"
     (tmp_path / "run.log").write_text(f"ValueError: {token} cannot read the repository\n")

@@ -62,6 +62,7 @@ def test_transformers_computes_what_a_newer_megatron_computes(tmp_path: Path) ->
     assert commandline.reshard("verify", NEWER, tmp_path / "hf", "--proof").code == 0
 
 
+@pytest.mark.thorough
 def test_an_older_megatron_loads_it_converted(tmp_path: Path) -> None:
     """With all states of the optimizer, and what it keeps beside them."""
     reshard.convert(NEWER, tmp_path / "one", to="megatron", tp=1, with_optimizer=True, no_tokenizer=True)
@@ -115,7 +116,7 @@ def test_logits_that_the_installed_megatron_cannot_compute(tmp_path: Path) -> No
 # ------------------------------------------------------------------------------------------- torch's DCP
 
 
-@pytest.mark.core("qwen3-moe")
+@pytest.mark.thorough
 @pytest.mark.parametrize("args", [QWEN3, QWEN3_MOE], ids=["qwen3", "qwen3-moe"])
 def test_torch_dcp_holds_what_torch_dist_holds(args: dict[str, Any], tmp_path: Path) -> None:
     torch_dcp.make(args, tmp_path)

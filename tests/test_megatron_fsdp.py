@@ -288,6 +288,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert commandline.reshard("verify", DATA / "qwen3", ours, "--proof").code == 0
 
 
+@pytest.mark.thorough
 def test_the_masters_of_a_run_become_the_weights(genuine: Callable[..., Any], tmp_path: Path) -> None:
     """Megatron-FSDP has no other weights."""
     source = genuine("qwen2-fully-reshardable")

@@ -70,7 +70,7 @@ def test_transformers_computes_what_megatron_computes(
 
 
 @pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if len(variant.formats) == 2])
-@pytest.mark.core("qwen2-shared-group-tp4", "qwen3-moe-tp2-pp2-ep4-etp1", "qwen3-pp2-vpp2", "deepseek-v3-te")
+@pytest.mark.core("qwen3-moe-tp2-pp2-ep4-etp1", "qwen3-pp2-vpp2")
 def test_both_formats_hold_the_same(name: str, genuine: Maker) -> None:
     roots = genuine(name).roots
     comparison = reshard.verify(roots["torch_dist"], roots["torch"])
@@ -102,7 +102,7 @@ def test_a_release_has_no_optimizer(genuine: Maker) -> None:
     assert checkpoint.dropped["optimizer states"] == 0
 
 
-@pytest.mark.core("torch_dist")
+@pytest.mark.thorough
 @pytest.mark.parametrize("format", ["torch_dist", "torch"])
 def test_each_of_several_iterations(format: MegatronFormat, genuine: Maker, tmp_path: Path) -> None:
     """The tracked one by default, otherwise by number or by the folder itself."""
@@ -187,7 +187,7 @@ def test_where_there_are_no_arguments_the_base_tells_all(name: str, genuine: Mak
 
 
 @pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if "torch" in variant.formats])
-@pytest.mark.core("qwen3-pp2-vpp2", "qwen3-moe-tp2-pp2-ep4-etp1", "qwen2-shared-group-tp4")
+@pytest.mark.core("qwen3-pp2-vpp2", "qwen3-moe-tp2-pp2-ep4-etp1")
 def test_legacy_files_without_arguments_tell_the_layout_themselves(
     name: str, genuine: Maker, tmp_path: Path
 ) -> None:

@@ -81,7 +81,7 @@ def baichuan(hf_model: Models, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return as_baichuan(llama, tmp_path_factory.mktemp("hub") / "baichuan"), llama
 
 
-@pytest.mark.core("megatron-legacy")
+@pytest.mark.thorough
 @pytest.mark.parametrize("to", ["megatron", "megatron-legacy"])
 def test_megatron_computes_with_the_packed_projections_of_baichuan(
     to: str, baichuan: tuple[Path, Path], tmp_path: Path
@@ -107,6 +107,7 @@ def test_baichuan_models_that_compute_otherwise_are_named() -> None:
     assert "normalises the rows of its head" in text
 
 
+@pytest.mark.thorough
 def test_deepseek_v2_lite_routes_greedily_whatever_it_says_of_groups(
     hf_model: Models, tmp_path: Path
 ) -> None:

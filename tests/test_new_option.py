@@ -98,7 +98,7 @@ def test_an_option_of_convert(hf_model: Callable[..., Path], tmp_path: Path) -> 
     assert recorded["options"]["spare"] == 5
 
 
-@pytest.mark.core("verify-*")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "file", "record"),
     [

@@ -147,7 +147,7 @@ def test_without_the_states_training_would_go_on_otherwise(runs: Runs, tmp_path:
 
 
 @pytest.mark.parametrize("name", named(alone=True))
-@pytest.mark.core("main weights*")
+@pytest.mark.thorough
 def test_states_are_those_that_megatron_gathers_itself(name: str, runs: Runs, tmp_path: Path) -> None:
     """Keys, shapes, dtypes, chunks and values of all tensors, and the optimizer's part of common.pt."""
     case, source, _ = runs(name)

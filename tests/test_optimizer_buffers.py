@@ -111,7 +111,7 @@ def test_megatron_trains_on_as_if_it_had_never_stopped(name: str, runs: Runs, tm
         assert ours.losses == case.go_on(tmp_path / "theirs", portable / "iter_0000002").losses
 
 
-@pytest.mark.core("dcp")
+@pytest.mark.thorough
 @pytest.mark.parametrize("to", ["dcp", "deepspeed"])
 def test_other_formats_get_the_states_too(to: str, runs: Runs, tmp_path: Path) -> None:
     _, buffers, portable, _ = runs("dense")

@@ -121,7 +121,7 @@ def test_a_run_of_torch_goes_on_in_megatron(
     assert in_megatron(ours, tmp_path / "on", layout, bf16=False) == pytest.approx(losses, rel=EXACT)
 
 
-@pytest.mark.core("qwen3_tied")
+@pytest.mark.thorough
 def test_its_weights_become_main_weights_beside_bfloat16(
     run: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
@@ -188,7 +188,7 @@ def test_states_pass_through_megatron_bit_for_bit(run: tuple[Path, list[float]],
         assert torch.equal(ours[key], tensor), key
 
 
-@pytest.mark.core("qwen3_tied")
+@pytest.mark.thorough
 def test_a_universal_checkpoint_has_the_same_states(run: tuple[Path, list[float]], tmp_path: Path) -> None:
     source, _ = run
     reshard.convert(source, tmp_path / "there", to="megatron", with_optimizer=True, pp=2)
@@ -260,6 +260,7 @@ def test_tensors_without_states_are_named(tmp_path: Path) -> None:
     assert 0 < plan.facts["optimizer"]["exp_avg"] < plan.tensors
 
 
+@pytest.mark.thorough
 def test_masters_become_the_weights_of_a_float32_folder(tmp_path: Path) -> None:
     """In bfloat16 they are reported as dropped, with the way to keep them."""
     case = Case({**QWEN2, "vocab_size": 256}, Sizes(tp=2), Sizes(tp=2))

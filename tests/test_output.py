@@ -120,6 +120,7 @@ def test_any_path_is_shown_in_any_encoding(model: Path, tmp_path: Path) -> None:
     assert f"--load '{tmp_path}/my next' --use-checkpoint-args" in told
 
 
+@pytest.mark.thorough
 def test_output_that_cannot_be_written_is_told_without_a_traceback(model: Path, tmp_path: Path) -> None:
     full = Path("/dev/full")
     if not full.is_char_device():  # some containers lack it, and there one is root

@@ -72,6 +72,7 @@ def test_parts_are_put_together(saved: Path, hf_model: Models, tmp_path: Path) -
     assert reshard.verify(saved, tmp_path / "out").equal
 
 
+@pytest.mark.core("1")
 def test_torch_puts_the_same_together(saved: Path, tmp_path: Path) -> None:
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 

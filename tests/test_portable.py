@@ -109,6 +109,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_a_model_is_converted_there_and_back(model: Path, tmp_path: Path) -> None:
     there, back = tmp_path / "megatron", tmp_path / "back"
     commands = (

@@ -100,6 +100,7 @@ def test_a_terminal_shows_a_spinner(many: Path) -> None:
     assert "\x1b[2K" not in in_terminal("inspect", many, TERM="dumb")
 
 
+@pytest.mark.thorough
 def test_a_planned_chunk_takes_little_memory() -> None:
     """Kimi-K2 on 2048 ranks has 556,000, and took 1.2 kB for each."""
     tensor = Planned("x", dtype("bfloat16"), (8, 64), lambda: View.of(Cells(ZERO, dtype("bfloat16")), 8, 64))

@@ -131,7 +131,7 @@ def assert_the_modules_that_transformers_replaces(folder: Path, chosen: set[str]
     assert replaced == ours, (sorted(replaced - ours)[:4], sorted(ours - replaced)[:4])
 
 
-@pytest.mark.core("fp8")
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["fp8", "fp8-ue8m0"])
 def test_fp8_deepseek_with_mtp_through_megatron(kind: str, hf_model: Models, tmp_path: Path) -> None:
     """The scale of a bfloat16 weight can be recovered from its values, and so can the codes: the same bytes.

@@ -53,7 +53,7 @@ def problems_of(source: Path, target: Path, **options: Any) -> list[reshard.base
 
 
 @pytest.mark.parametrize("name", ALIASES)
-@pytest.mark.core("glm4_moe_lite")
+@pytest.mark.thorough
 def test_megatron_computes_with_a_family_of_another_name(name: str, hf_model: Models, tmp_path: Path) -> None:
     source = hf_model(name)
     expected = transformers_logits(source, TOKENS)
@@ -67,6 +67,7 @@ def test_megatron_computes_with_a_family_of_another_name(name: str, hf_model: Mo
         np.testing.assert_array_equal(transformers_logits(back, TOKENS), expected)
 
 
+@pytest.mark.thorough
 def test_kimi_k2_is_deepseek_v3_by_another_name(hf_model: Models, tmp_path: Path) -> None:
     """transformers has no class for it; its own code computes the same as DeepSeek-V3's."""
     deepseek = hf_model("deepseek_v3")

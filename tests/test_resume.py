@@ -200,7 +200,7 @@ def test_the_record_tells_what_both_runs_have_read(
     assert resumed
 
 
-@pytest.mark.core("torch_dist")
+@pytest.mark.thorough
 @pytest.mark.parametrize("road", ["torch_dist", "zip files"])
 def test_what_nobody_waited_for_is_used_only_if_it_is_there(
     originals: Callable[[str], Path], memory: Path, road: str
@@ -259,7 +259,7 @@ def extended(path: Path) -> None:
     "spoil", [changed_bytes, changed_and_dated_back, truncated, truncated_and_extended, extended]
 )
 @pytest.mark.parametrize("road", ["shards", "one file", "torch_dist", "zip files", "dcp"])
-@pytest.mark.core("shards-changed_and_dated_back", "zip files-truncated", "dcp-changed_bytes")
+@pytest.mark.core("shards-changed_and_dated_back", "dcp-changed_bytes")
 def test_what_changed_between_two_runs_is_written_again(
     originals: Callable[[str], Path],
     memory: Path,
@@ -389,6 +389,7 @@ def test_damage_is_found_though_the_bytes_passed_before(
     assert passed > 4
 
 
+@pytest.mark.thorough
 def test_values_that_are_not_finite_are_told_of_both_runs(
     originals: Callable[[str], Path], memory: Path
 ) -> None:

@@ -89,6 +89,7 @@ def test_every_format_keeps_them(
     assert reshard.verify(source, tmp_path / "there").equal
 
 
+@pytest.mark.thorough
 def test_megatron_loads_them(saved: Callable[[str], Path], tmp_path: Path) -> None:
     source = saved("deepseek_v3")
     reshard.convert(source, tmp_path / "out", to="megatron", tp=2, dtype="bfloat16", no_tokenizer=True)

@@ -29,6 +29,7 @@ def cast(source: Path, out: Path, wanted: str) -> Path:
     return out
 
 
+@pytest.mark.thorough
 def test_deepspeed_widens_and_both_commands_say_so(hf_model: Models, tmp_path: Path) -> None:
     source, there, back = hf_model("qwen3", dtype="bfloat16"), tmp_path / "there", tmp_path / "back"
     told = command("convert", source, there, "--to", "deepspeed")

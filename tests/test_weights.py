@@ -395,6 +395,7 @@ def test_a_relative_path_is_that_of_the_folder_where_it_was_opened(
     assert [problem.file for problem in missing.value.problems] == ["../nothing"]
 
 
+@pytest.mark.thorough
 def test_threads_may_share_a_checkpoint(run: Path) -> None:
     names, weights = [*reshard.open(run)], reshard.open(run)
     with ThreadPoolExecutor(8) as pool:

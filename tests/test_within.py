@@ -54,7 +54,7 @@ def edited(
     return folder
 
 
-@pytest.mark.core("qwen3_vl-deepspeed", "qwen2_5_vl-megatron", "qwen3_vl-megatron-legacy", "qwen2_5_vl-dcp")
+@pytest.mark.core("qwen2_5_vl-megatron", "qwen3_vl-deepspeed")
 @pytest.mark.parametrize("to", ["megatron", "megatron-legacy", "dcp", "deepspeed"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format_takes_all_parts(

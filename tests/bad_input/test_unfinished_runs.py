@@ -188,7 +188,7 @@ def test_a_signal_in_the_middle(copy: Copy, number: int, status: int, by: str, a
 
 
 @pytest.mark.parametrize(("number", "status", "by"), SIGNALS)
-@pytest.mark.core("2-130-")
+@pytest.mark.thorough
 def test_a_run_that_a_signal_ended_says_how_to_continue(
     copy: Copy, number: int, status: int, by: str
 ) -> None:
@@ -384,6 +384,7 @@ def test_without_locks_one_of_two_has_its_whole_output_there(
     assert {path.name for path in src.parent.iterdir()} == {"src", "dst", *kept}
 
 
+@pytest.mark.thorough
 def test_a_folder_that_is_swept_in_the_middle_is_not_published(copy: Copy) -> None:
     """By a cleanup that takes a process it cannot see for dead."""
     src = copy("qwen3")

@@ -141,6 +141,7 @@ def test_a_result_may_be_used_further() -> None:
     assert check("The head is [768, 28]. 3584 / 7 = 512.")[1] == {"number": 1}
 
 
+@pytest.mark.thorough
 def test_any_text_is_checked_in_little_time() -> None:
     begin = time.process_time()
     for unit in (

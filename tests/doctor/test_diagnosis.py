@@ -47,6 +47,7 @@ def disturbed(excerpt: str, rng: random.Random) -> str:
     return "\n".join(f"\x1b[31m{line}\x1b[0m" if rng.random() < 0.1 else line for line in [*lines, NOISE[-1]])
 
 
+@pytest.mark.thorough
 def test_failures_are_recognised_however_their_logs_are_disturbed() -> None:
     missed = []
     for entry, time in product(SHOWN, "ab"):  # each with its own disturbances, whatever the others are

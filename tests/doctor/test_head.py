@@ -137,7 +137,7 @@ def test_the_script_alone_shows_the_line(name: str) -> None:
         assert script_of(name).read_text().splitlines()[place.line - 1].strip() == place.text
 
 
-@pytest.mark.core("export", "export-sft-4.51", "convert2hf")
+@pytest.mark.core("export", "convert2hf")
 @pytest.mark.parametrize("name", [name for name, told in CASES.items() if told.checkpoint])
 def test_the_checkpoint_alone_shows_what_is_wrong_with_it(
     name: str, checkpoint_of: Callable[[str], Path | None]

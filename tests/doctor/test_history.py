@@ -247,14 +247,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.core(
-    "trl-SFTConfig",
-    "trl-DPOConfig",
-    "trl-SFTTrainer",
-    "transformers-*",
-    "peft-LoraConfig",
-    "accelerate-Accelerator",
-)
+@pytest.mark.core("trl-SFTConfig", "transformers-TrainingArguments", "peft-LoraConfig")
 @pytest.mark.parametrize(("package", "name"), [(each, name) for each in CLASSES for name in CLASSES[each]])
 def test_a_keyword_that_is_refused_is_refused_by_the_class_and_its_new_name_taken(
     package: str, name: str
@@ -464,6 +457,7 @@ def build(address: str, folder: Path) -> ApiTable:
     return ApiTable("tokenizers", json.loads(lzma.decompress((folder / "tokenizers.json.xz").read_bytes())))
 
 
+@pytest.mark.thorough
 def test_a_table_is_made_from_an_index_and_each_release_is_read_once(
     index: tuple[str, list[str]], tmp_path: Path
 ) -> None:

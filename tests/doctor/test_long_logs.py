@@ -89,6 +89,7 @@ def test_lines_keep_their_numbers_and_their_order() -> None:
     assert all(cleaned(lines[number - 1]).endswith(text) for number, _, text in kept)
 
 
+@pytest.mark.thorough
 def test_what_happens_once_in_the_middle_of_a_long_log_is_kept() -> None:
     step = "step {} loss 0.1"
     once = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE"
@@ -116,7 +117,7 @@ def long_lines(length: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", long_lines(1))
-@pytest.mark.core("letters")
+@pytest.mark.thorough
 def test_a_line_of_any_length_hides_no_failure(kind: str, tmp_path: Path) -> None:
     """Ten million characters at once, and twenty thousand occasionally: in seconds of processor time."""
     once, often = long_lines(10_000_000)[kind], long_lines(20_000)[kind]

@@ -180,13 +180,7 @@ def diagnosed(log: str, folder: Path) -> list[Finding]:
     )  # [] of a run that printed nothing
 
 
-@pytest.mark.core(
-    "torch-load-truncated",
-    "hf-missing-shard",
-    "peft-twice",
-    "dcp-shard-missing",
-    "no-grad",
-)
+@pytest.mark.core("torch-load-truncated", "hf-missing-shard", "peft-twice", "no-grad")
 @pytest.mark.parametrize("case", parameters(CASES))
 def test_a_failure_is_recognised_from_the_real_output(
     case: Case, warm: Warm, models: Path, tmp_path: Path
@@ -206,7 +200,7 @@ def test_a_failure_is_recognised_from_the_real_output(
         assert found == [], log  # nothing shows: the case itself has seen what is wrong
 
 
-@pytest.mark.core("hf-missing-shard", "peft-twice", "no-grad")
+@pytest.mark.core("no-grad")
 @pytest.mark.parametrize("case", parameters([case for case in CASES if case.cured]))
 def test_the_cure_cures(case: Case, warm: Warm, models: Path, tmp_path: Path) -> None:
     status, log = run(case, warm, models, tmp_path, cured=True)

@@ -52,6 +52,7 @@ def test_every_write_that_is_refused_leaves_what_the_same_command_continues(tmp_
         assert stage.strike(Fault("ENOSPC", "pwrite", at, on=True)).startswith("refused")
 
 
+@pytest.mark.thorough
 def test_a_rename_that_is_refused_leaves_the_old_folder_there_or_beside(tmp_path: Path) -> None:
     stage = scene(ROADS["replaced"], tmp_path)
     renames = sum(call.name == "rename" for call in stage.calls)

@@ -87,6 +87,7 @@ def test_the_legacy_format_gives_the_same_logits(genuine: Maker, name: str) -> N
     assert_same(logits(checkpoint), logits(checkpoint, checkpoint.layout, "torch"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
@@ -129,6 +130,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.thorough
 def test_training_changes_every_weight(genuine: Maker, tmp_path: Path) -> None:
     checkpoint = genuine("qwen3-moe-ep2")
     before = read_weights(checkpoint.iteration())
@@ -249,6 +251,7 @@ def test_a_rank_that_dies_is_reported() -> None:
         run_ranks(2, die, 0)
 
 
+@pytest.mark.thorough
 def test_ranks_that_hang_are_ended() -> None:
     started = time.monotonic()
     with pytest.raises(RankError, match=r"rank 0, 1 of 2 did not finish within 1 s"):

@@ -18,6 +18,7 @@ DATA = Path(__file__).parents[1] / "data"
 FAILING = (sys.executable, "-c", "print('a line'); raise SystemExit(3)")
 
 
+@pytest.mark.thorough
 def test_the_function_returns_what_the_command_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

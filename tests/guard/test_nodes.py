@@ -44,6 +44,7 @@ def test_a_node_that_does_not_come_is_not_waited_for_longer_than_the_others_need
     assert exchanged(tmp_path if in_folder else ("127.0.0.1", port), 3, 2) == [here] * 2
 
 
+@pytest.mark.thorough
 def test_without_node_0_each_knows_itself(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_meeting, "WAIT_SECONDS", 2.0)
     assert NodeMeeting(1, 2, ("127.0.0.1", port)).exchange({"who": "rank 1"}) == [

@@ -71,6 +71,7 @@ def test_py_spy(hanging: tuple[Path, dict[int, Process]]) -> None:
     assert stacks[1].place.endswith(" pause_in_data")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not IS_ROOT, reason="only root has this capability to lose")
 def test_without_the_right_to_attach(hanging: tuple[Path, dict[int, Process]]) -> None:
     """py-spy is there and fails; the script itself says what it does, or else the kernel."""

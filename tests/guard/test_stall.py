@@ -226,7 +226,7 @@ def single_runs() -> Iterator[Runs]:
     )
 
 
-@pytest.mark.core("pause", "worker", "words", "one rank ends")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["slow start", "pause", "worker", "words", "server", "ranks", "one rank ends"]
 )
@@ -241,12 +241,14 @@ def test_a_stopped_rank_is_reported_once_though_others_go_on(plain_runs: Runs) -
     assert (seen.code, seen.codes) == (0, ["rank-stopped", "run-goes-on"])
 
 
+@pytest.mark.thorough
 def test_a_person_in_the_debugger_is_not_reported(plain_runs: Runs) -> None:
     assert py_spy() is not None
     seen = plain_runs("debugger")
     assert seen.codes == [] and any("(Pdb)" in line for line in seen.lines)
 
 
+@pytest.mark.thorough
 def test_ranks_that_wait_for_one_in_its_data(ranks: Runs) -> None:
     seen = ranks("data")
     assert (seen.code, seen.codes) == (0, ["run-stands-still", "run-goes-on"]), seen.text
@@ -263,6 +265,7 @@ def test_a_rank_that_never_finishes_importing(more_ranks: Runs) -> None:
     assert re.search(r"rank 1: idle at \S+gloo.py:\d+ <module>", seen.text)
 
 
+@pytest.mark.thorough
 def test_ranks_in_different_collectives(ranks: Runs) -> None:
     seen = ranks("deadlock")
     assert seen.codes == ["run-stands-still"] and "all ranks wait" in seen.text
@@ -283,6 +286,7 @@ def test_a_rank_that_stays_stopped(more_ranks: Runs, stopped: list[int]) -> None
     assert f"rank 1 (process {stopped[0]})" in seen.text and f"kill -CONT {stopped[0]}" in seen.text
 
 
+@pytest.mark.thorough
 def test_a_rank_that_has_ended(plain_runs: Runs) -> None:
     """The other one waits for it to join."""
     seen = plain_runs("ended")

@@ -165,7 +165,7 @@ print(*heard)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 @pytest.mark.parametrize("to_all", [False, True])
-@pytest.mark.core("True-2")
+@pytest.mark.thorough
 def test_a_signal_reaches_the_command_once(number: int, to_all: bool) -> None:
     with subprocess.Popen(
         [*GUARD, PYTHON, "-c", COUNTS], stdout=subprocess.PIPE, start_new_session=True
@@ -334,6 +334,7 @@ def test_ctrl_c_during_the_report_keeps_the_exit_status() -> None:
     assert guard.returncode == 7 and b"nothing was changed" not in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_command_may_remove_the_log(tmp_path: Path, status: int) -> None:
     code = f"echo hi; rm -r reshard-guard; exit {status}"

@@ -137,7 +137,7 @@ BROKEN: dict[str, tuple[str, Points, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.core("was made*", "lacks*", "takes the name of a format")
+@pytest.mark.thorough
 def test_what_cannot_be_used_is_left_out_with_a_warning(name: str, site: Path, run: Run) -> None:
     code, points, words = BROKEN[name]
     install(site, "broken", points, code or "#")

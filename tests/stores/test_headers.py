@@ -42,7 +42,7 @@ def of_weights(web: Web) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.core("dcp")
+@pytest.mark.thorough
 def test_headers_that_lie_near_each_other_are_one_request(web: Web, root: Path, name: str) -> None:
     there, here = api.open(f"{web.address}/{name}"), api.open(root / name)
     assert there.tensors.keys() == here.tensors.keys() and len(there.tensors) > 70

@@ -100,7 +100,7 @@ def test_the_local_cache_is_used_where_it_has_the_model(hub: Hub, model: Path, t
         (NAME, {"HF_HUB_OFFLINE": "1"}, ("no such file or directory", f"hf download {NAME}")),
     ],
 )
-@pytest.mark.core("Org/Absent-*", "hf://Org/Model@absent-*")
+@pytest.mark.thorough
 def test_what_cannot_be_read_is_told_with_the_cure(
     hub: Hub, tmp_path: Path, typed: str, changed: dict[str, str], words: tuple[str, ...]
 ) -> None:

@@ -127,6 +127,7 @@ def test_sigterm_says_what_is_kept_and_how_to_continue(
     assert {name: each for name, each in s3.objects(PREFIX).items() if name in expected} == expected
 
 
+@pytest.mark.thorough
 def test_nothing_of_a_finished_run_stays_on_this_machine(s3: S3, large: Path) -> None:
     api.convert(large, DST, **OPTIONS)
     left = [path for path in Path(os.environ["TMPDIR"]).rglob("*") if path.is_file()]

@@ -125,6 +125,7 @@ def test_a_size_that_is_not_told_is_not_zero(server: Web) -> None:
     assert result.code == 2 and result.json["problems"][0]["code"] == "range-answer-wrong"
 
 
+@pytest.mark.thorough
 def test_a_time_that_makes_no_sense_is_no_time(server: Web, root: Path) -> None:
     def lie(path: str, headers: dict[str, str], content: bytes) -> Answer:
         return {**headers, "Last-Modified": "yesterday or so"}, [content]
@@ -193,6 +194,7 @@ def test_a_listing_that_does_not_end_is_refused(server: Web, parts: Callable[[],
     assert len(server.requests) == 1
 
 
+@pytest.mark.thorough
 def test_pages_of_many_folders_are_limited_in_total(
     server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_reading_one_layer_moves_that_layer(s3: S3, root: Path) -> None:
     assert s3.sent == sum(tensor.nbytes for tensor in layer.values())
 
 
+@pytest.mark.thorough
 def test_a_dry_run_moves_headers_and_a_conversion_each_byte_once(s3: S3, root: Path, tmp_path: Path) -> None:
     total = sum(each.stat().st_size for each in weights_in(root / "model"))
     dry = reshard("convert", f"s3://{BUCKET}/model", tmp_path / "out", "--to", "megatron", "--dry-run")

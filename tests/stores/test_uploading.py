@@ -66,6 +66,7 @@ def apart(src: Path, s3: S3, patch: str = "", **options: Any) -> subprocess.Comp
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.thorough
 def test_objects_are_the_files_of_a_local_conversion(s3: S3, model: Path, tmp_path: Path) -> None:
     api.convert(model, tmp_path / "dst", **SHARDS)
     assert told(model) == []
@@ -187,6 +188,7 @@ def test_objects_of_others_are_never_removed(s3: S3, model: Path) -> None:
     assert s3.objects(PREFIX) == before
 
 
+@pytest.mark.thorough
 def test_what_a_trainer_left_stays(s3: S3, model: Path) -> None:
     told(model)
     kept = {"optimizer.pt": b"years of work", "README.md": b"mine"}
@@ -401,6 +403,7 @@ def test_a_disk_that_is_too_small_for_the_files_in_flight(
     assert told(model, workers=1) == []  # all of it would not have fitted either
 
 
+@pytest.mark.thorough
 def test_objects_are_read_back(s3: S3, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told(model, verify=True)
     told(model, verify=True, overwrite=True, max_shard_size="300kB")

@@ -66,6 +66,7 @@ def test_inspecting_moves_headers_alone(web: Web, root: Path) -> None:
     assert web.sent < beside_weights(root / "large") + 2 * MIN_READ_BYTES
 
 
+@pytest.mark.core("known names")
 @pytest.mark.parametrize("lists", [False, True], ids=["known names", "pages of links"])
 def test_inspecting_asks_once_for_each_file(web: Web, lists: bool) -> None:
     web.lists, web.latency = lists, 0.01
@@ -75,6 +76,7 @@ def test_inspecting_asks_once_for_each_file(web: Web, lists: bool) -> None:
     assert web.most > 1
 
 
+@pytest.mark.core("pages of links")
 @pytest.mark.parametrize("lists", [False, True], ids=["known names", "pages of links"])
 def test_a_server_may_have_the_model_at_its_top(root: Path, lists: bool) -> None:
     with web_server(root / "large") as web:
@@ -117,6 +119,7 @@ def test_reading_one_tensor_moves_the_tensor_and_the_header(web: Web, root: Path
     assert web.sent == expected.nbytes
 
 
+@pytest.mark.thorough
 def test_what_several_ranks_need_is_fetched_once(web: Web, root: Path, tmp_path: Path) -> None:
     """Each rank has some columns of row-parallel weights: four ranks would otherwise fetch them four times."""
     (file,) = weights_in(root / "large")
@@ -160,6 +163,7 @@ def test_a_base_may_be_remote(web: Web, root: Path, tmp_path: Path) -> None:
     assert (tmp_path / "back" / "tokenizer.json").is_file()
 
 
+@pytest.mark.thorough
 def test_the_url_of_one_file_and_of_an_index(web: Web, root: Path) -> None:
     whole = api.open(root / "shards").tensors.keys()
     assert api.open(f"{web.address}/shards/model.safetensors.index.json").tensors.keys() == whole
@@ -167,6 +171,7 @@ def test_the_url_of_one_file_and_of_an_index(web: Web, root: Path) -> None:
     assert api.open(f"{web.address}/shards/{one.name}").tensors.keys() == load_file(one).keys()
 
 
+@pytest.mark.thorough
 def test_the_folder_of_one_file_is_searched_once(web: Web, root: Path, tmp_path: Path) -> None:
     file = f"{web.address}/large/model.safetensors"
     api.convert(file, tmp_path / "out", to="megatron", base=root / "large")
@@ -192,7 +197,7 @@ def test_faults_that_pass_change_nothing(web: Web, root: Path, tmp_path: Path, f
         (403, "does not let this user read"),
     ],
 )
-@pytest.mark.core("reset*")
+@pytest.mark.thorough
 def test_faults_that_stay_are_told_and_leave_nothing(
     web: Web, tmp_path: Path, fault: int | str, words: str
 ) -> None:
@@ -215,6 +220,7 @@ def test_nothing_there(web: Web) -> None:
         api.open(f"{web.address}/absent")
 
 
+@pytest.mark.thorough
 def test_a_signed_url_works_and_is_never_shown(web: Web, root: Path, tmp_path: Path) -> None:
     web.secret = "X-Amz-Signature=5ec2e7&X-Amz-Expires=60"
     url = f"{web.address}/large/model.safetensors"

@@ -52,6 +52,7 @@ def test_a_checkpoint_of_any_plan_that_has_lost_a_file_is_not_continued_from(
     assert kept.last(output) == last
 
 
+@pytest.mark.thorough
 def test_a_file_that_was_cut_is_named_before_the_run_starts(ran: Trainer, tmp_path: Path) -> None:
     run = replace(ran("one").run, output=tmp_path / "out", resume=True)
     shutil.copytree(ran("one").run.output, run.output)
@@ -71,6 +72,7 @@ def test_a_file_that_was_cut_is_named_before_the_run_starts(ran: Trainer, tmp_pa
     assert preflight(run, environment=NOWHERE).problems == [], "users edit texts"
 
 
+@pytest.mark.thorough
 def test_a_model_saved_alone_is_no_checkpoint_whatever_is_asked(ran: Trainer) -> None:
     run = replace(ran("one", save_only_model=True).run, resume=True)
     for asked in ({}, {"save_only_model": "false"}):
@@ -90,6 +92,7 @@ DAMAGED = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("plan", "name", "found"), DAMAGED)
 def test_a_checkpoint_that_cannot_be_loaded_is_named_with_the_one_before(
     plan: str, name: str, found: str, ran: Trainer, tmp_path: Path
@@ -105,6 +108,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named_with_the_one_before(
     assert f"--resume then continues from {run.output / 'checkpoint-2'}" in log and found in log
 
 
+@pytest.mark.thorough
 def test_weights_over_the_limit_of_a_file_are_in_shards_and_as_readable_as_the_folder(
     tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ def finished(ran: Ran, output: Path) -> Path:
     return output
 
 
-@pytest.mark.core("rslora")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*RELATIVES][:3])
 def test_merged_is_what_peft_merges(name: str, ran: Callable[..., Ran], tmp_path: Path) -> None:
     import torch
@@ -120,6 +120,7 @@ def test_what_cannot_be_split_over_ranks_is_refused(name: str, tmp_path: Path) -
     assert [problem.code for problem in refused.value.problems] == ["lora-relative-tensor-parallel"]
 
 
+@pytest.mark.thorough
 def test_adapters_say_what_they_are(ran: Callable[..., Ran]) -> None:
     for name in ("dora", "rslora"):
         checkpoint = ran(name).trained.checkpoint

@@ -99,6 +99,7 @@ def test_peft_computes_what_megatron_did(name: str, runs: Runs, tmp_path: Path) 
     assert last < seen.losses[0] - 0.1
 
 
+@pytest.mark.thorough
 def test_only_adapters_are_trained_and_saved(runs: Runs) -> None:
     run, seen, trained = runs("qwen3 at TP2")
     names = reshard.open(run.output).tensors
@@ -108,6 +109,7 @@ def test_only_adapters_are_trained_and_saved(runs: Runs) -> None:
     assert any("of which" in note for note in seen.notes)
 
 
+@pytest.mark.thorough
 def test_the_merged_model_computes_what_megatron_did(runs: Runs, tmp_path: Path) -> None:
     run, _, _ = runs("qwen3 on one rank")
     reshard.convert(run.output, tmp_path / "final", base=run.model)

@@ -295,6 +295,7 @@ def test_the_last_checkpoint_is_complete(runs: Runs, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "final").chat_template
 
 
+@pytest.mark.thorough
 def test_a_step_says_what_it_measured(runs: Runs) -> None:
     _, seen, _ = runs("qwen3 at TP2·PP2")
     assert any("4 ranks, TP2 · PP2" in note for note in seen.notes)

@@ -188,6 +188,7 @@ def test_a_copied_checkpoint_is_complete_without_the_run_it_came_from(
     shutil.move(gone, run.output)
 
 
+@pytest.mark.thorough
 def test_the_config_of_a_checkpoint_comes_before_that_of_the_folder_above(
     whole: Whole, tiny: Tiny, tmp_path: Path
 ) -> None:

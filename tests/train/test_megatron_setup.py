@@ -128,6 +128,7 @@ def test_more_steps_that_are_nan_may_be_allowed_and_are_not_saved(tiny: Tiny, tm
     assert {folder.name for folder in run.output.glob("iter_*")} == {"iter_0000001", "iter_0000002"}
 
 
+@pytest.mark.thorough
 def test_a_run_of_skipped_steps_saves_nothing(tiny: Tiny, tmp_path: Path) -> None:
     folder = _with_norm(tiny("qwen3"), tmp_path / "model", 1000.0)  # gradients beyond what float16 holds
     run = run_of(folder, write_chats(tmp_path), tmp_path / "out", fp16=True, train_iters=2)

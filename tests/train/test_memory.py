@@ -330,7 +330,7 @@ def held_by_fsdp2(run: Run) -> dict[str, int]:
     }
 
 
-@pytest.mark.core("qwen3_moe-2")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "ranks"), [("qwen2_tied", 2), ("qwen3_moe", 2), ("qwen2_tied", 4)])
 def test_tensor_parallel_ranks_hold_what_the_plan_of_transformers_cuts(
     name: str, ranks: int, tiny: Callable[..., Path]
@@ -369,7 +369,7 @@ def test_generation_holds_keys_and_values_of_all_completions(tiny: Callable[...,
 MEGATRON = {"seq_length": 64, "fp32": True, "global_batch_size": 2}
 
 
-@pytest.mark.core("qwen3_moe-*")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "layout", "lora", "options"),
     [

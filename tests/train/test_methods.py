@@ -111,7 +111,7 @@ def test_losses_are_those_of_plain_trl_to_the_bit(
     assert [(row["loss"], row["grad_norm"]) for row in one.rows] == plain_numbers(one.run, tmp_path)
 
 
-@pytest.mark.core("rloo")
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", NEW)
 def test_a_run_goes_on_as_if_it_had_not_been_killed(
     method: str, ran: Callable[..., Ran], tmp_path: Path

@@ -29,7 +29,7 @@ def rows(**beside: Any) -> list[dict[str, Any]]:
 MASKED = {"assistant_masks": [0, 0, 1, 1, 1, 1, 1, 1], "completion_mask": [0, 0, 0, 1, 1, 1, 1, 1]}
 
 
-@pytest.mark.core("True")
+@pytest.mark.thorough
 @pytest.mark.parametrize("labelled", [True, False])
 def test_losses_are_those_of_plain_trl_to_the_bit(
     labelled: bool, tiny: Callable[..., Path], tmp_path: Path

@@ -22,7 +22,7 @@ from tests.train.trl_plans import BESIDE, EVALUATED, FOUR_DIGITS, PLANS, Trainer
 from tests.train.trl_runs import train
 
 
-@pytest.mark.core("fsdp2")
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", ["ddp", "fsdp2", "tp"])
 def test_every_plan_has_the_losses_of_one_process(plan: str, ran: Trainer) -> None:
     one = ran("one")
@@ -94,6 +94,7 @@ def test_evaluations_leave_the_random_numbers_of_training_alone(
     assert list(evaluated.evaluations(f"eval_{measure}")) == [0, 1, 2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", ["one", "fsdp2", "tp"])
 def test_a_checkpoint_is_what_was_trained(plan: str, ran: Trainer) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -193,6 +194,7 @@ def test_a_run_that_was_killed_behind_its_last_step_trains_no_further(ran: Train
     assert [each.name for each in output.glob("checkpoint-*")] == ["checkpoint-4"]
 
 
+@pytest.mark.thorough
 def test_grpo_takes_a_path_on_two_processes(ran: Trainer) -> None:
     grpo = ran("ddp", "grpo", beta=0.1, max_steps=2)
     assert [row["step"] for row in grpo.rows] == [1, 2]

@@ -101,6 +101,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_killed(ran: Callable[..., Ran], tmp
     assert again.trained.digests == ran().trained.digests
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_final_folder_answers_about_an_image(lora: bool, ran: Callable[..., Ran], pictures: Path) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
