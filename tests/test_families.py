@@ -146,7 +146,7 @@ def test_megatron_computes_the_same_at_another_layout(
 
 
 @pytest.mark.parametrize("name, to", CASES)
-@pytest.mark.core("qwen3_moe-megatron-legacy", "qwen3_next-megatron")
+@pytest.mark.core("qwen3_moe-megatron-legacy")
 def test_modules_of_transformer_engine_find_all_their_keys(
     name: str, to: str, converted: Callable[..., Path], transformer_engine: Executor
 ) -> None:

@@ -70,7 +70,7 @@ def test_other_formats_become_files_of_ranks(through: str, hf_model: Models, tmp
 
 
 @pytest.mark.parametrize("kind", ["fsdp2-hsdp", "fsdp2-tp", "fsdp1-mesh", "accelerate-1", "accelerate-local"])
-@pytest.mark.core("fsdp2-tp")
+@pytest.mark.thorough
 def test_ranks_of_any_mesh_become_those_of_one_axis(kind: str, hf_model: Models, tmp_path: Path) -> None:
     """FSDP1 as well: its state dicts have the same tensors."""
     source = hf_model("llama", **makers.TINY)

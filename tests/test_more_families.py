@@ -265,6 +265,7 @@ def test_megatron_divides_the_projection_of_mamba_as_nemotron_h_joins_it(tmp_pat
     assert torch.equal(joined, tensors_of(hub)["backbone.layers.0.mixer.in_proj.weight"])
 
 
+@pytest.mark.thorough
 def test_megatron_computes_nemotron(tmp_path: Path) -> None:
     """Zero-centred layer norms with biases; half of each head rotated; an MLP without a gate."""
     source = make_model_type("nemotron", tmp_path / "hub")

@@ -89,6 +89,7 @@ def is_everywhere(found: dict[str, Any]) -> bool:
     return "<spare 5>" in found["5"]["out"]
 
 
+@pytest.mark.thorough
 def test_an_option_of_convert(hf_model: Callable[..., Path], tmp_path: Path) -> None:
     model, out = hf_model("qwen3"), tmp_path / "out"
     words = ("convert", model, out, "--to", "megatron")

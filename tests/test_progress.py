@@ -91,6 +91,7 @@ def test_two_seconds_are_too_long_to_say_nothing() -> None:
     assert console.PATIENCE <= 2
 
 
+@pytest.mark.thorough
 def test_a_terminal_shows_a_spinner(many: Path) -> None:
     shown = in_terminal("inspect", many, NO_COLOR="1")
     assert "reading headers" in shown

@@ -145,6 +145,7 @@ def test_the_checkpoint_alone_shows_what_is_wrong_with_it(
     assert ids(reshard.diagnose(checkpoint_of(name))) == [CASES[name].checkpoint]
 
 
+@pytest.mark.core("export", "convert2hf", "grpo")
 @pytest.mark.parametrize("name", CASES)
 def test_log_script_and_checkpoint_point_at_one_cause(
     name: str, checkpoint_of: Callable[[str], Path | None]
@@ -168,6 +169,7 @@ def typed(cure: str, base: Path, out: Path) -> list[str]:
     return [*words[:2], str(out), *words[3:]]
 
 
+@pytest.mark.core("export")
 @pytest.mark.parametrize("name", ["export", "export-sft", "convert2hf"])
 def test_the_printed_command_converts_the_checkpoint(
     name: str, checkpoint_of: Callable[[str], Path | None], tmp_path: Path

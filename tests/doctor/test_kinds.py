@@ -57,7 +57,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-@pytest.mark.core("run/pytorch_model_fsdp_0", "model-q4_k_m.gguf", "model.nemo")
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", PATHS)
 def test_a_checkpoint_of_another_kind_is_named_with_its_way_out(path: str, told: dict[str, str]) -> None:
     kind, way_out = PATHS[path]

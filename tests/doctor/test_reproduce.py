@@ -180,7 +180,7 @@ def diagnosed(log: str, folder: Path) -> list[Finding]:
     )  # [] of a run that printed nothing
 
 
-@pytest.mark.core("torch-load-truncated", "hf-missing-shard", "peft-twice", "no-grad")
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", parameters(CASES))
 def test_a_failure_is_recognised_from_the_real_output(
     case: Case, warm: Warm, models: Path, tmp_path: Path
@@ -200,7 +200,7 @@ def test_a_failure_is_recognised_from_the_real_output(
         assert found == [], log  # nothing shows: the case itself has seen what is wrong
 
 
-@pytest.mark.core("no-grad")
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", parameters([case for case in CASES if case.cured]))
 def test_the_cure_cures(case: Case, warm: Warm, models: Path, tmp_path: Path) -> None:
     status, log = run(case, warm, models, tmp_path, cured=True)
@@ -216,7 +216,7 @@ def test_every_entry_is_reproduced_or_it_is_said_why_not() -> None:
     assert set(catalogue()) - made == set(excused)
 
 
-@pytest.mark.core("torch-load-truncated", "hf-missing-shard", "peft-twice", "dcp-shard-missing", "no-grad")
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.script.stem)
 def test_a_case_does_not_print_what_it_is_recognised_by(case: Case) -> None:
     parsed = ast.parse(case.script.read_text(encoding="utf-8"))

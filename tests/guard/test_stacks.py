@@ -86,6 +86,7 @@ def test_without_the_right_to_attach(hanging: tuple[Path, dict[int, Process]]) -
     assert unknown[:2] == ["/proc", ""] and unknown[2].startswith("sleeping")
 
 
+@pytest.mark.thorough
 def test_the_flight_recorder(hanging: tuple[Path, dict[int, Process]]) -> None:
     from reshard.guard.watch.flight_recorder import described, read_dumps
 
@@ -117,6 +118,7 @@ def test_a_pipe_without_a_reader_does_not_block(tmp_path: Path) -> None:
     os.close(reader)
 
 
+@pytest.mark.thorough
 def test_a_process_that_does_not_handle_the_signal_is_not_sent_it(tmp_path: Path) -> None:
     """As after exec: the file is there, and the signal would end the process."""
     process = subprocess.Popen(["sleep", "100"])

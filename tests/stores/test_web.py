@@ -153,6 +153,7 @@ def test_a_remote_model_is_converted_as_a_local_one(
     assert all(tags[each.name] for each in weights_in(root / "shards"))
 
 
+@pytest.mark.thorough
 def test_a_base_may_be_remote(web: Web, root: Path, tmp_path: Path) -> None:
     api.convert(root / "shards", tmp_path / "megatron", to="megatron")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "reshard.json"):

@@ -63,6 +63,7 @@ def ran(model: Path, pictures: Path, tmp_path_factory: pytest.TempPathFactory) -
     return get
 
 
+@pytest.mark.thorough
 def test_losses_are_those_of_plain_trl_to_the_bit(
     ran: Callable[..., Ran], pictures: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def test_an_adapter_is_that_of_plain_trl_and_of_the_language_model_only(
         assert all(".language_model.layers." in name for name in file.keys())  # noqa: SIM118
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_as_if_it_had_not_been_killed(ran: Callable[..., Ran], tmp_path: Path) -> None:
     again = resumed(ran(), tmp_path, ranks=1)
     assert not again.failed, again.log
@@ -119,6 +121,7 @@ def test_the_final_folder_answers_about_an_image(lora: bool, ran: Callable[..., 
     assert trained.generate(**batch, max_new_tokens=2).shape[1] > batch["input_ids"].shape[1]
 
 
+@pytest.mark.thorough
 def test_texts_alone_train_a_model_that_sees(model: Path, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "chats.jsonl", chats())
     run = run_of("one", "sft", model, data, tmp_path / "out", False, 1, EVAL)
