@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
+from reshard.transfer.compare import WINDOW_BYTES, Comparer
+from reshard.transfer.memory_budget import shared
 from tests.commandline import reshard as command
 
 Models = Callable[..., Path]
@@ -125,3 +128,15 @@ def test_a_part_in_another_dtype_is_counted_apart(hf_model: Models, tmp_path: Pa
     assert f"equal: {47 - count} tensors, bit for bit" in result.out
     told = command("convert", out, tmp_path / "zero", "--to", "deepspeed").err
     assert f"{47 - count} tensors in bfloat16 are widened" in " ".join(told.split())
+
+
+def test_the_first_element_that_differs_is_counted_from_the_beginning_of_the_tensor(tmp_path: Path) -> None:
+    count = WINDOW_BYTES // 4
+    values = torch.arange(3 * count, dtype=torch.float32)
+    save_file({"w": values}, tmp_path / "a.safetensors")
+    values[2 * count + 5 :: 7] += 1
+    save_file({"w": values}, tmp_path / "b.safetensors")
+    a, b = (reshard.open(tmp_path / f"{name}.safetensors").tensors["w"] for name in "ab")
+    comparer = Comparer(Event(), shared(1, 1 << 30))
+    assert comparer.difference(a, b) == (len(range(2 * count + 5, 3 * count, 7)), 1.0, 2 * count + 5)
+    comparer.close()
