@@ -146,7 +146,7 @@ def test_megatron_computes_the_same_at_another_layout(
 
 
 @pytest.mark.parametrize("name, to", CASES)
-@pytest.mark.core("qwen3_moe-megatron-legacy")
+@pytest.mark.thorough
 def test_modules_of_transformer_engine_find_all_their_keys(
     name: str, to: str, converted: Callable[..., Path], transformer_engine: Executor
 ) -> None:
@@ -156,7 +156,7 @@ def test_modules_of_transformer_engine_find_all_their_keys(
     assert (result.missing, result.unexpected, result.other) == ((), (), ())
 
 
-@pytest.mark.core("qwen2_moe", "internlm3_bias", "deepseek_v3", "glm4_moe", "hy_v3", "qwen3_5_text", "phi3")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OTHERS)
 def test_modules_of_transformer_engine_find_all_their_keys_on_one_rank(
     name: str, converted: Callable[..., Path], transformer_engine: Executor
@@ -166,6 +166,7 @@ def test_modules_of_transformer_engine_find_all_their_keys_on_one_rank(
     assert (result.missing, result.unexpected, result.other) == ((), (), ())
 
 
+@pytest.mark.thorough
 def test_modules_of_transformer_engine_are_given_no_other_names(
     converted: Callable[..., Path], transformer_engine: Executor
 ) -> None:

@@ -165,6 +165,7 @@ def test_states_are_those_that_megatron_gathers_itself(name: str, runs: Runs, tm
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", named(alone=False))
 def test_states_are_those_of_the_source(name: str, runs: Runs, tmp_path: Path) -> None:
     """A tensor of torch_dist is complete in any layout."""
@@ -218,6 +219,7 @@ def test_in_float32_the_main_weights_become_the_weights(runs: Runs, tmp_path: Pa
     assert whole.losses == pytest.approx(losses, rel=2e-3)
 
 
+@pytest.mark.thorough
 def test_in_bfloat16_the_weights_become_the_main_weights(runs: Runs, tmp_path: Path) -> None:
     case, source, losses = runs("all in float32, tied")
     folder = case.convert(source, tmp_path / "ours", dtype="bfloat16")
@@ -267,6 +269,7 @@ def refused(source: Path, to: str, **options: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("to", ["huggingface", "megatron-legacy"])
 def test_targets_without_states_are_refused(to: str, runs: Runs) -> None:
     assert f"{to} cannot store optimizer states" in refused(runs("main weights in float32")[1], to)
@@ -288,6 +291,7 @@ def test_a_source_without_optimizer_is_refused(genuine: Callable[[str], Genuine]
     )
 
 
+@pytest.mark.thorough
 def test_without_the_flag_states_are_dropped_by_name(runs: Runs, tmp_path: Path) -> None:
     case, source, _ = runs("main weights in float32")
     with_states = reshard.convert(

@@ -268,13 +268,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.core(
-    "the weights of two layers",
-    "two pieces of a bucket",
-    "the masters are missing",
-    "a piece of the moments is missing",
-    "the buckets of two ranks",
-)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_buffers_are_refused(name: str, runs: Runs, tmp_path: Path) -> None:
     change, code = DAMAGES[name]

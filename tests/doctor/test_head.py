@@ -194,6 +194,7 @@ def test_the_printed_command_converts_the_checkpoint(
         assert AutoTokenizer.from_pretrained(tmp_path / "out")("What is 1 plus 2?")["input_ids"]
 
 
+@pytest.mark.thorough
 def test_what_a_megatron_folder_lacks_is_listed_with_the_flags_that_supply_it(
     checkpoint_of: Callable[[str], Path | None], tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_checkpoint_of_another_kind_is_named_with_its_way_out(path: str, told:
     assert path in found[0].rule.en and "hf-no-config" not in [each.code for each in found]
 
 
+@pytest.mark.thorough
 def test_a_folder_of_no_known_kind_is_left_to_the_catalogue(told: dict[str, str]) -> None:
     said = told["run/global_step10"].replace("global_step10", "folder")
     assert diagnose_text("log", said)[0].code == "hf-no-config"

@@ -158,6 +158,7 @@ def test_a_traceback_deep_in_a_line_of_json_is_found(encoding: str, tmp_path: Pa
     )
 
 
+@pytest.mark.thorough
 def test_lines_that_all_differ_take_no_more_room_than_others() -> None:
     rng = random.Random(0)
     lines = (base64.b64encode(rng.randbytes(3_000)).decode() for _ in range(25_000))

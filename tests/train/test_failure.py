@@ -40,6 +40,7 @@ def failed(run: Run, language: str = "en") -> str:
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
+@pytest.mark.thorough
 def test_the_rank_that_failed_first_is_told_and_its_cause_stands_last(make_run: Callable[..., Run]) -> None:
     run = make_run(fail="dtensor", rank=1, at=2)
     text = failed(run)

@@ -291,6 +291,7 @@ def test_a_second_end_without_another_step_leaves_the_first_alone(tiny: Models, 
     assert (final / "README.md").read_text() == "mine"
 
 
+@pytest.mark.core("0", "2")
 @pytest.mark.parametrize("renames", range(4))
 def test_what_users_added_survives_a_kill_at_any_time(
     renames: int, tiny: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,7 @@ from tests.train.trl_runs import train as start_ranks
 Tiny = Callable[..., Path]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_worker_trains(torchrun: bool, tiny: Tiny, tmp_path: Path) -> None:
     """On ranks of torchrun, or with its variables; test_launch has torchrun start workers that train nothing."""

@@ -72,6 +72,7 @@ def test_several_rewards_come_from_flags_and_yaml_and_into_the_command(tmp_path:
     assert [words[place + 1] for place, word in enumerate(words) if word == "--reward"] == list(BOTH)
 
 
+@pytest.mark.thorough
 def test_the_reward_is_the_weighed_sum(
     tiny: Callable[..., Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
