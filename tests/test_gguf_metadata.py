@@ -22,6 +22,8 @@ from reshard.formats.gguf.general_metadata import card_of, named, size_label, ti
 from reshard.formats.gguf.hyperparameters import ARCHITECTURES, hyperparameters, model_type
 from reshard.formats.gguf.metadata import Metadata, ModelFacts, metadata
 from reshard.formats.gguf.pretokenizers import named_by_splits
+from reshard.formats.gguf.sentencepiece import CONTROL, NORMAL, USER_DEFINED
+from reshard.formats.gguf.tokenizer_metadata import merged_pieces
 from reshard.formats.gguf.typed_metadata import TypedMetadata
 from reshard.formats.gguf.value_types import Value, ValueType
 from reshard.formats.gguf.write import _frequencies
@@ -422,3 +424,15 @@ def test_values_of_other_kinds_are_refused_or_left_out(family: str, name: str) -
                 continue
             plain(found.values)
     assert refused > 0
+
+
+def test_listed_special_tokens_are_control_tokens() -> None:
+    """As in `all_special_ids` of transformers, which llama.cpp's converter asks, whatever `added_tokens` says."""
+    added = [{"id": at, "content": text, "special": False} for at, text in ((1, "<one>"), (2, "<two>"))]
+    model = {"type": "BPE", "byte_fallback": True, "vocab": {"a": 0}, "merges": []}
+    settings = {"additional_special_tokens": ["<one>"], "chat_template": "<two>"}
+    files = {
+        "tokenizer.json": json.dumps({"model": model, "added_tokens": added}).encode(),
+        "tokenizer_config.json": json.dumps(settings).encode(),
+    }
+    assert merged_pieces(files, 3).types == [NORMAL, CONTROL, USER_DEFINED]

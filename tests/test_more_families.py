@@ -28,8 +28,9 @@ import reshard
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.families import FAMILIES
+from reshard.families.architectures.internlm import internlm2
 from reshard.families.megatron_flags import flags_not_restored
-from reshard.families.rules import indexed_layers
+from reshard.families.rules import Dims, indexed_layers
 from reshard.families.undeclared import BEYOND_MEGATRON
 from reshard.oracle.transformers import transformers_logits
 from tests.genuine.huggingface import randomise
@@ -232,6 +233,15 @@ def test_layers_of_ernie_with_experts_are_those_of_transformers() -> None:
     args = FAMILIES["ernie4_5_moe"].config.to_args(config.to_dict())
     assert args["moe_layer_freq"] == [int(hasattr(layer.mlp, "experts")) for layer in layers]
     assert 0 < sum(args["moe_layer_freq"]) < 9
+
+
+def test_internlm2_fuses_the_keys_and_values_of_all_query_groups() -> None:
+    """The `wqkv` of internlm/internlm2-7b has 6,144 rows: 32 query heads and 2 · 8 others of 128."""
+    sizes = {"num_layers": 1, "hidden_size": 4096, "ffn_hidden_size": 14336, "group_query_attention": True}
+    heads = {"num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128}
+    rules = internlm2(Dims.from_args({**sizes, **heads}, vocab=8))
+    fused = next(rule for rule in rules if rule.hf.endswith("attention.wqkv.weight"))
+    assert fused.view.shape == (6144, 4096)
 
 
 def test_a_greedy_router_of_deepseek_v2_is_not_limited_to_groups() -> None:
