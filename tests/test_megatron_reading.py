@@ -41,13 +41,6 @@ def by_megatron(checkpoint: Genuine, format: MegatronFormat) -> Logits:
     return megatron_logits(checkpoint.iteration(format), TOKENS, args=checkpoint.args, layout=layout).logits
 
 
-# One for each thing that names and shapes have to tell; the rest is for `make test-all`.
-TELLING = {
-    *("qwen2-tp2-pp2", "qwen2-tied-pp2", "qwen3-pp2-vpp2", "qwen3-moe-ep2", "qwen3-moe-tp2-pp2-ep4-etp1"),
-    *("qwen3-moe-grouped-legacy", "deepseek-v3-te", "qwen2-shared-group-tp4"),
-}
-
-
 # Files of ranks hold what torch_dist holds (`test_both_formats_hold_the_same`): few are also computed from.
 @pytest.mark.parametrize(
     "name, format",

@@ -200,7 +200,7 @@ def slow_line(search: Callable[[str], object], pattern: re.Pattern[str]) -> str:
     return ""
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", range(4))
 def test_no_expression_takes_long_for_any_line(part: int) -> None:
     every = [each for each in expressions() if each[0] not in OWN]
