@@ -24,13 +24,6 @@ from tests.judges import TOKENS, assert_agree, judged_by_megatron
 
 MIXTRAL = {**DENSE, **MOE, "moe_ffn_hidden_size": 48}
 LATENT = {**DEEPSEEK_V3, "mtp_num_layers": None}
-UNGATED = {
-    **DENSE,
-    "swiglu": False,
-    "squared_relu": True,
-    "normalization": "LayerNorm",
-    "rotary_percent": 0.5,
-}
 PRE = {"moe_router_pre_softmax": True}
 
 EXPRESSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -79,11 +79,6 @@ def _unknown_family(folder: Path) -> None:
     )
 
 
-def _config_gone(there: Path) -> None:
-    for path in (there / "ckpt").rglob("config.json"):
-        path.unlink()
-
-
 def _converted(there: Path) -> None:
     assert reshard("convert", "ckpt", "dst").code == 0
 

@@ -79,7 +79,6 @@ PICKLED += [
 PICKLED += [b"ctorch\nfloat32\n", b"ctorch\nOther\n", b"ctorch\nOther\n)\x81", b"ctorch\nOther\n)R}b"]
 PICKLED += [b"cbuiltins\nset\n(]K\1atR", b"cargparse\nNamespace\n)\x81", b"ccollections\nOrderedDict\n)R"]
 _VALUES = ")]}" + "NIJKMLGXUTVBC\x88\x89\x8a\x8b\x8c\x8d" + "Rbtseau\x81\x85\x86\x87Q" + "hj"
-_PUTS = "pqr\x94"
 
 
 def swapped(pickled: bytes, chance: random.Random) -> bytes:

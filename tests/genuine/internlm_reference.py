@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -103,8 +102,3 @@ def _stacked(state: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str
         result[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(w1, w3, strict=True)])
         result[f"{prefix}.down_proj"] = torch.stack(w2)
     return result
-
-
-def largest_gap(ours: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:
-    """The largest difference of two logits, relative to the largest logit."""
-    return float(np.abs(ours - reference).max() / np.abs(reference).max())

@@ -37,7 +37,6 @@ from tests.genuine.nemo_adapters import ALPHA, DIM
 CORE = "core/connectors/save_restore_connector.py"
 NLP = "collections/nlp/parts/nlp_overrides.py"
 UTILS = "utils/model_utils.py"
-ADAPTERS = "collections/nlp/modules/common/megatron/adapters/parallel_adapters.py"
 
 
 def make(

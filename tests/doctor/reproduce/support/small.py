@@ -23,10 +23,6 @@ SPLIT = {
     "model.rotary_emb": "cpu",
     "lm_head": "cpu",
 }
-LFS_POINTER = (
-    "version https://git-lfs.github.com/spec/v1\n"
-    "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 3087467144\n"
-)
 DATA = Path(__file__).parents[3] / "data"
 rank = int(os.environ.get("RANK", 0))
 world_size = int(os.environ.get("WORLD_SIZE", 1))
