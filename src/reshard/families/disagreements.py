@@ -1,19 +1,21 @@
-"""Where a `config.json` and the arguments in a Megatron checkpoint describe different models, and which one counts.
+"""Where a `config.json` and what a checkpoint records of its model differ, and which one counts.
 
-A difference that the weights depend on is an error: one of the two belongs to another checkpoint. A difference that
-only affects how the model computes is a warning, and the user chooses the right side.
+A checkpoint records Megatron-LM's arguments, or a config of its own (`recorded_configs`). A difference that the weights
+depend on is an error: one of the two belongs to another checkpoint. A difference that only affects how the model
+computes is a warning, and the user chooses the right side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import UNUSABLE, Problem, ReshardError
 from reshard.families.config_entries import RULE, Args, Config, Const, Values
 from reshard.families.config_map import ConfigMap
 from reshard.families.mechanisms import MECHANISMS, REARRANGED
+from reshard.families.rules import Dims
 
 RUN_CHOICES = {
     "vocab_size",
@@ -49,8 +51,8 @@ def agreed(
     Raises ReshardError if the weights fit only one of them.
     """
     found = differences(table, config, args)
-    problems = [each.problem() for each in found if not each.is_computed]
-    warnings = [each.warning(trust) for each in found if each.is_computed]
+    problems = [each.problem() for each in found if each.moves_weights]
+    warnings = [each.warning(trust) for each in found if not each.moves_weights]
     for name, problem in foreign(table, config, args):
         if trust == "config" and name not in REARRANGED:
             args = {key: value for key, value in args.items() if key != name}
@@ -63,31 +65,35 @@ def agreed(
         for each in found:
             args = {**args, **each.wanted}
     else:
-        config = changed(table, config, found)
+        config = changed(table, config, {each.key: each.checkpoint for each in found})
     return config, {**table.to_args(config), **args}, [replace(each, file=file) for each in warnings]
 
 
+ARGUMENTS = "arguments in the checkpoint"
+
+
 class ConfigDifference(NamedTuple):
-    """A key of the config and its two values. `wanted` are the arguments that correspond to the config's value."""
+    """A key of the config, its value there, and the value in the checkpoint.
+
+    `moves_weights` tells whether weights that fit one value do not fit the other. `wanted` are the arguments that
+    correspond to the config's value. `where` is what has the checkpoint's value.
+    """
 
     key: str
     config: Any
-    args: Any
+    checkpoint: Any
+    moves_weights: bool
     wanted: Values
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether it only affects how the model computes: the same weights fit both values."""
-        return self.key in COMPUTED
+    where: str = ARGUMENTS
 
     def problem(self) -> Problem:
         """The error for a value that the weights depend on."""
         return Problem(
             "config-contradicts-arguments",
             "config.json and the checkpoint describe different models",
-            rule=RULE,
+            rule=f"config.json must agree with the {self.where}",
             expected=f"{self.key}={self.config} (config.json)",
-            found=f"{self.key}={self.args} (arguments in the checkpoint)",
+            found=f"{self.key}={self.checkpoint} ({self.where})",
             remedy="pass the config that belongs to this checkpoint: --base DIR",
         )
 
@@ -96,9 +102,9 @@ class ConfigDifference(NamedTuple):
         other = "config" if trusted == "checkpoint" else "checkpoint"
         return Problem(
             "config-differs-from-arguments",
-            f"config.json and the checkpoint's arguments disagree on {self.key}, which changes no weight",
-            rule=RULE,
-            found=f"{self.config} (config.json), {self.args} (arguments in the checkpoint)",
+            f"config.json and the checkpoint disagree on {self.key}, which changes no weight",
+            rule=f"config.json must agree with the {self.where}",
+            found=f"{self.config} (config.json), {self.checkpoint} ({self.where})",
             remedy=f"the value of the {trusted} is used; pass --trust {other} for the other one",
             severity="warning",
             values={"key": self.key},
@@ -115,24 +121,40 @@ def differences(table: ConfigMap, config: Config, args: Args) -> list[ConfigDiff
     expected = table.to_config(wanted)
     said = {key: (value, entry) for entry in table.entries for key, value in entry.told(wanted, args).items()}
     return [
-        ConfigDifference(key, expected[key], value, entry.to_args(config))
+        ConfigDifference(
+            key, expected[key], value, moves_weights(table, config, key, value), entry.to_args(config)
+        )
         for key, (value, entry) in said.items()
         if key in expected and key not in RUN_CHOICES and expected[key] != value
     ]
 
 
-def changed(table: ConfigMap, config: Config, differences: Iterable[ConfigDifference]) -> Values:
-    """`config` with the values of the arguments, and without other spellings of the same facts."""
-    values, args = {each.key: each.args for each in differences}, table.to_args(config)
+def moves_weights(table: ConfigMap, config: Config, key: str, value: Any) -> bool:
+    """Whether names, shapes or the order of weights are others with another `value` of a key."""
+    if key in COMPUTED:
+        return False
+    try:
+        configs = (config, changed(table, config, {key: value}))
+        before, after = (Dims.from_args(table.to_args(each), vocab=1) for each in configs)
+    except UNUSABLE:
+        return True
+    return before != after
+
+
+def changed(table: ConfigMap, config: Config, values: Values) -> Values:
+    """`config` with other values, and without other spellings of the same facts."""
+    args = table.to_args(config)
     told = (entry for entry in table.entries if values.keys() & entry.to_config(args).keys())
     gone = {spelling for entry in told for spelling in entry.spellings()}
     return {**{key: value for key, value in config.items() if key not in gone}, **values}
 
 
-def foreign(table: ConfigMap, config: Config, args: Args) -> Iterator[tuple[str, Problem]]:
+def foreign(
+    table: ConfigMap, config: Config, args: Args, where: str = ARGUMENTS
+) -> Iterator[tuple[str, Problem]]:
     """Arguments of a model that no config of this family can describe, though its tensors look alike.
 
-    Each comes with its name.
+    Each comes with its name. `where` is what has them.
     """
     wanted = table.to_args(config)
     whole = {**wanted, **args}
@@ -155,7 +177,7 @@ def foreign(table: ConfigMap, config: Config, args: Args) -> Iterator[tuple[str,
                 f"the checkpoint is of a model that {table.model_type} cannot describe",
                 rule=RULE,
                 expected=f"{name}={expected}, as all models of this family have",
-                found=f"{name}={value} (arguments in the checkpoint)",
+                found=f"{name}={value} ({where})",
                 remedy=f"{insist}if no family fits, declare it: see docs/add-a-family.md",
                 values={"family": table.model_type},
             ),

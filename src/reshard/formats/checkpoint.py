@@ -94,6 +94,9 @@ class Checkpoint:
         Engine whose Megatron names the tensors have.
     config : mapping, optional
         Content of a config.json, as far as another engine's config determines it.
+    recorded : mapping, optional
+        The keys of `config` that its files state, if others are assumed; or such keys alone, if they do not determine a
+        config. By default, all of `config`.
     changes : mapping
         For a merged model: where its config differs from the one in `root`.
     beside : tuple of Path
@@ -141,6 +144,7 @@ class Checkpoint:
     args: Mapping[str, Any] | None = None
     engine: str = "mcore"
     config: Mapping[str, Any] | None = None
+    recorded: Mapping[str, Any] | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[Path, ...] = ()
     states: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import understood
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, understood
 from reshard.families import FAMILIES, Family, declared, live_names
+from reshard.families.disagreements import foreign
+from reshard.families.mechanisms import REARRANGED
+from reshard.families.recorded_configs import OF_ANY_FAMILY, WHERE, agreed_configs
 from reshard.families.sized_family import Model
 from reshard.formats.checkpoint import Checkpoint
 from reshard.model import flat_shapes, memory_names
-from reshard.model.find_config import config_of
-from reshard.model.model_sizes import mtp_layers, sizes
+from reshard.model.find_config import config_beside, config_of
+from reshard.model.model_sizes import disagreements, mtp_layers, sizes
 from reshard.model.recognition import named
 
 
@@ -22,15 +25,16 @@ class DescribedCheckpoint:
     """A checkpoint and its config, which is empty if there is none.
 
     Tensors with the names of a model in memory are under their Hub names; flat ones have their shapes. `family` is the
-    declared one that `forced` or else the config names. `folder` is that of the config.
+    declared one that was chosen, or else the config names. `folder` is that of the config. `warnings` are about other
+    values that the checkpoint records.
     """
 
     checkpoint: Checkpoint
     config: Mapping[str, Any]
     folder: Path
     family: Family | None
-    forced: str | None = None
     was_in_memory: bool = False
+    warnings: tuple[Problem, ...] = ()
 
     @property
     def file(self) -> Path:
@@ -39,18 +43,70 @@ class DescribedCheckpoint:
 
 
 def describe(
-    checkpoint: Checkpoint, base: Path | None = None, family: str | None = None
+    checkpoint: Checkpoint, base: Path | None = None, family: str | None = None, trust: str = "checkpoint"
 ) -> DescribedCheckpoint:
     """Find the config of a checkpoint: that of `base`, else the one beside it, else the one that its reader derived.
 
-    `family` overrides the family that the config names. Raises ReshardError.
+    `family` overrides the family that the config names. Where the checkpoint records another config, `trust` ("config"
+    or "checkpoint") decides. Raises ReshardError, also if the weights fit only one of the two.
     """
     config, folder = config_of(checkpoint, base) or {}, base or checkpoint.root
     if checkpoint.flat:
         found = named(family) if family else declared(config.get("model_type"))
         with understood(folder / "config.json"):
             checkpoint = _shaped(checkpoint, config, found, folder)
-    return described_by(config, checkpoint, folder, family)
+    described = described_by(config, checkpoint, folder, family)
+    with understood(described.file):
+        for recorded in _records(described, base):
+            described = _agreed(described, recorded, trust)
+    return described
+
+
+def _records(described: DescribedCheckpoint, base: Path | None) -> Iterator[Mapping[str, Any]]:
+    """What a checkpoint records of its own config: for its reader, and in a config.json that a base replaces."""
+    checkpoint = described.checkpoint
+    yield (checkpoint.config if checkpoint.recorded is None else checkpoint.recorded) or {}
+    beside = config_beside(checkpoint) if base else None
+    if beside and _fits(described, beside):
+        yield beside
+
+
+def _agreed(described: DescribedCheckpoint, recorded: Mapping[str, Any], trust: str) -> DescribedCheckpoint:
+    """The same with a config that agrees with a recorded one. Raises ReshardError if they describe different models."""
+    table = described.family.config if described.family else OF_ANY_FAMILY
+    text, own = table.text(described.config), table.text(recorded)
+    if not text:
+        return described
+    if problems := [*_of_another_family(described, own, trust)]:
+        raise ReshardError([replace(each, file=str(described.file)) for each in problems])
+    agreed, warnings = agreed_configs(table, text, own, trust, str(described.file))
+    config = table.whole(described.config, agreed)
+    return replace(described, config=config, warnings=(*described.warnings, *warnings))
+
+
+def _of_another_family(
+    described: DescribedCheckpoint, recorded: Mapping[str, Any], trust: str
+) -> Iterator[Problem]:
+    """What a recorded model of another family computes, and that of the config does not."""
+    family, own = described.family, declared(recorded.get("model_type"))
+    if family is None or own is None or own is family:
+        return
+    args, text = own.config.to_args(recorded), family.config.text(described.config)
+    for name, problem in foreign(family.config, text, args, WHERE):
+        if trust != "config" or name in REARRANGED:
+            yield replace(problem, remedy="pass the config that belongs to this checkpoint: --base DIR")
+
+
+def _fits(described: DescribedCheckpoint, recorded: Mapping[str, Any]) -> bool:
+    """Whether the tensors do not show that a config beside them is wrong, for which a base is the remedy."""
+    family, checkpoint = described.family, described.checkpoint
+    if family is None:
+        return True
+    try:
+        _, dims = sizes(family, recorded, None, checkpoint, checkpoint.root)
+        return not disagreements(checkpoint, family, dims)
+    except (*UNUSABLE, ReshardError):
+        return False
 
 
 def described_by(
@@ -61,7 +117,7 @@ def described_by(
     with understood(folder / "config.json"):
         renamed = memory_names.under_hub_names(checkpoint, live_names(config, family))
     was_in_memory = renamed.tensors.keys() != checkpoint.tensors.keys()
-    return DescribedCheckpoint(renamed, config, folder, found, family, was_in_memory)
+    return DescribedCheckpoint(renamed, config, folder, found, was_in_memory)
 
 
 def _shaped(

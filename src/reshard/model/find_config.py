@@ -67,6 +67,21 @@ def config_of(checkpoint: Checkpoint, base: Path | None = None) -> dict[str, Any
     return changed(config, checkpoint.changes)
 
 
+def config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """The config of the language model beside a checkpoint, with its defaults; None if it is of no use."""
+    try:
+        found = read_config(checkpoint.root, checkpoint.sources)
+        if found is None or found.get("model_type") is None or contradictions(found):
+            return None
+        family = declared(found["model_type"])
+        if family is None:
+            return found
+        text = family.config.text(found)
+        return {**family.config.to_config(family.config.to_args(text)), **text}
+    except (*UNUSABLE, ReshardError):  # a reason to pass a base
+        return None
+
+
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A config with other values for its language model."""
     family = declared(config.get("model_type"))

@@ -85,7 +85,7 @@ def as_named(described: DescribedCheckpoint) -> ResolvedCheckpoint:
             f"config.json is of transformers {config['transformers_version']}, but names in memory are known "
             f"up to {in_memory.release()}: load the output, and look for missing weights"
         )
-    return ResolvedCheckpoint(described.checkpoint, None, config, tuple(notes))
+    return ResolvedCheckpoint(described.checkpoint, None, config, tuple(notes), described.warnings)
 
 
 def _why_as_named(described: DescribedCheckpoint) -> str:

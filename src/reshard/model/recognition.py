@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, one_for_all
@@ -16,6 +17,7 @@ from reshard.formats import huggingface, written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind
 from reshard.formats.megatron.writers import MODEL_TYPE
+from reshard.model.unusual_configs import beyond
 from reshard.model.vocabulary import embedding_rows, padded_rows
 
 
@@ -42,9 +44,11 @@ def by_config(
     output, an undeclared `model_type` is refused even if its tensors match a family; if only bytes are compared, that
     family is used. Raises ReshardError with the differences from the closest family.
     """
-    if known := family or _by_architecture(config):
-        return known.speaking(config), []
     model_type = config.get("model_type")
+    if known := family or _by_architecture(config):
+        if computes and (differing := [*_computed_otherwise(known, config, checkpoint)]):
+            raise ReshardError(differing)
+        return known.speaking(config), []
     if model_type in BEYOND_MEGATRON:
         raise ReshardError(_beyond(str(model_type)))
     fits = (_fit(each, config, checkpoint) for each in likeliest())
@@ -54,7 +58,8 @@ def by_config(
     if misfits := best.problems(str(checkpoint.path)):
         raise ReshardError([_unsupported(model_type, checkpoint), *misfits])
     if computes:
-        raise ReshardError(_alike(model_type, best.family, checkpoint))
+        text = best.family.config.text(config)
+        raise ReshardError(_alike(model_type, best.family, checkpoint, beyond(best.family.config, text)))
     return best.family, [f"{not_known(model_type)}; the tensors are those of {best.family.name}"]
 
 
@@ -92,19 +97,53 @@ def _beyond(model_type: str) -> Problem:
     )
 
 
-def _alike(model_type: Any, family: Family, checkpoint: Checkpoint) -> Problem:
-    """The problem of a model with the tensors of `family` whose config does not name that family."""
+def _computed_otherwise(
+    family: Family, config: Mapping[str, Any], checkpoint: Checkpoint
+) -> Iterator[Problem]:
+    """What the model that a config names computes, and a family that was chosen for it does not."""
+    model_type, text = config.get("model_type"), family.config.text(config)
+    own = declared(model_type)
+    if model_type is None or own is family:
+        return
+    if model_type in BEYOND_MEGATRON:
+        yield _beyond(str(model_type))
+    elif own:
+        args = own.config.to_args(own.config.text(config))
+        for _, problem in foreign(family.config, text, args, f"as in {own.name}"):
+            yield replace(problem, remedy="leave out --family: config.json names the family")
+    elif model_type in BUILT_ALIKE or beyond(family.config, text):
+        yield _alike(model_type, family, checkpoint, beyond(family.config, text))
+
+
+def _alike(model_type: Any, family: Family, checkpoint: Checkpoint, settings: str) -> Problem:
+    """The problem of a model with the tensors of `family` whose config does not name that family.
+
+    The family is proposed unless the model is known to compute something else, or has `settings` that say so.
+    """
+    if known := BUILT_ALIKE.get(str(model_type)) or settings:
+        return _differs(model_type, family, checkpoint, known)
     insist = f"if it computes the same as {family.name}: --family {family.name}"
     return Problem(
         "model-type-unknown" if checkpoint.has_hub_names else "model-type-unknown-here",
         f"{not_known(model_type)}, though the tensors are named as in {family.name}",
         file=str(checkpoint.root / "config.json"),
-        rule=BUILT_ALIKE.get(
-            str(model_type),
-            "scales, windows, rotary embedding and activation do not show in the names and shapes of tensors",
-        ),
+        rule="scales, windows, rotary embedding and activation do not show in the names and shapes of tensors",
         found=f"model_type {model_type}" if model_type else None,
         remedy=f"{insist}; {_keeping()}" if checkpoint.has_hub_names else insist,
+        values={"family": family.name},
+    )
+
+
+def _differs(model_type: Any, family: Family, checkpoint: Checkpoint, known: str) -> Problem:
+    return Problem(
+        "model-type-differs" if checkpoint.has_hub_names else "model-type-differs-here",
+        f"the model is not computed as {family.name}, though its tensors are named as in {family.name}",
+        file=str(checkpoint.root / "config.json"),
+        rule=known,
+        found=f"model_type {model_type}",
+        remedy=_keeping()
+        if checkpoint.has_hub_names
+        else "pass the config of the model that was trained: --base DIR",
         values={"family": family.name},
     )
 

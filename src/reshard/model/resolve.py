@@ -27,13 +27,14 @@ class ResolvedCheckpoint:
     """A checkpoint whose model is known, or whose names are used as hub names: the basis of logical tensors.
 
     The tensors of `checkpoint` have the names of its dialect, and their shapes. `model` is None for an
-    undeclared family. `config` is the Hugging Face config, empty if there is none.
+    undeclared family, which has `warnings` of its own. `config` is the Hugging Face config, empty if there is none.
     """
 
     checkpoint: Checkpoint
     model: Model | None
     config: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    warnings: tuple[Problem, ...] = ()
 
     @property
     def declared(self) -> Model:
@@ -49,8 +50,8 @@ def resolve(
 
     If there is no config, the checkpoint's own arguments (Megatron) tell. If arguments and config disagree on something
     that changes no weight, `trust` ("config" or "checkpoint") decides. If an engine `computes` with the weights, they
-    must not be quantized, and the config must describe what that engine computes, unless a family was forced. Raises
-    ReshardError listing every failed check and disagreement.
+    must not be quantized, and the config must describe what that engine computes. Raises ReshardError listing every
+    failed check and disagreement.
     """
     with understood(described.file):
         return _resolved(described, trust, computes=computes)
@@ -91,12 +92,15 @@ def _resolved(described: DescribedCheckpoint, trust: str, *, computes: bool) -> 
     warnings = _misdescribed(found, config, file) if computes else []
     carried = _carried(checkpoint, found)
     problems = [*disagreements(checkpoint, found, dims), *_without_parts(checkpoint, found, carried)]
-    if checkpoint.has_hub_names and not described.forced:
+    if checkpoint.has_hub_names:
         problems += [each for each in warnings if each.severity == "error"]
     if problems:
         raise ReshardError(problems)
-    # The weights are the same, or the user chose --family, or it was trained this way.
-    warnings = [replace(each, severity="warning", remedy=None) for each in warnings]
+    # The weights are the same, or it was trained this way.
+    warnings = [
+        *described.warnings,
+        *(replace(each, severity="warning", remedy=None) for each in warnings),
+    ]
     if computes and not found.judged:
         warnings.append(_not_judged(found, file))
     if checkpoint.args:
@@ -170,7 +174,7 @@ def _misdescribed(family: Family, config: Mapping[str, Any], file: Path) -> list
             file=str(file),
             rule="the weights are those of the model that the config describes",
             found=text,
-            remedy=f"correct config.json if it is wrong; to convert the weights anyway: --family {family.name}",
+            remedy="correct config.json if it is wrong; --to huggingface keeps the model as it is",
             severity="warning" if key in COMPUTED else "error",
             values={"family": family.name},
         )

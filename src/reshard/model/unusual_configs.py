@@ -1,4 +1,4 @@
-"""Values of a config.json that no model has: why a config could not be understood, in its own words."""
+"""Values of a config.json that no model has, or no family reads, in its own words."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.base.errors import said
+from reshard.families.config_map import ConfigMap
 from reshard.families.rules import MAX_NUMBER
 
 _NUMBERS = re.compile(
     r".*_(size|dim|rank|heads|layers|experts|groups?|per_tok|replace|window|scalar|theta|factor|eps)"
 )
+_SCALES = re.compile(
+    r".*multipliers?|.*soft_?cap(ping)?|clip_.*|.*(sliding|attention)_window(_size)?|"
+    r"scale_(emb|depth|embeddings)|.*(logits?|residual|embedding|depth)_scal(e|ing)"
+)
+"""Names of settings that change what is computed: constants to multiply with, caps, windows."""
 _OBJECTS = ("rope_parameters", "rope_scaling", "quantization_config", "text_config")
 _LISTS = ("architectures", "layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers")
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window")
@@ -37,6 +43,33 @@ def unusual(config: Mapping[str, Any], above: str = "") -> Iterator[str]:
             continue
         if not _is_usual(key, value):
             yield f"{above}{key}: {reprlib.repr(value)}"
+
+
+def beyond(table: ConfigMap, text: Mapping[str, Any]) -> str:
+    """The scales, caps and windows of a model that the family of `table` does not read; empty without any.
+
+    They are known by their names, since nothing else is known of the model.
+    """
+    sizes = (text.get("head_dim"), (text.get("hidden_size") or 0) // (text.get("num_attention_heads") or 1))
+    usual = (
+        None,
+        False,
+        0,
+        1,
+        [],
+        "",
+        *(size**-0.5 for size in sizes if size),
+    )  # the scale of attention scores
+    odd = {
+        key: value
+        for key, value in text.items()
+        if _SCALES.fullmatch(key) and not isinstance(value, Mapping) and value not in usual
+    }
+    if text.get("use_sliding_window") is False:
+        odd.pop("sliding_window", None)
+    args = table.to_args(text)
+    unread = [key for key in odd if table.to_args({**text, key: None}) == args]
+    return ", ".join(f"{key} is {reprlib.repr(odd[key])}" for key in unread)
 
 
 def _is_usual(key: str, value: Any) -> bool:

@@ -325,7 +325,7 @@ def _resolved(checkpoint: Checkpoint, target: Target, options: ConversionOptions
     """The model of a checkpoint. If names are not converted, its family need not be declared."""
     if options.state_dict and checkpoint.has_hub_names and not checkpoint.flat:
         return as_named(DescribedCheckpoint(checkpoint, {}, checkpoint.root, None))
-    described = describe(checkpoint, options.base_path, options.family)
+    described = describe(checkpoint, options.base_path, options.family, options.trust)
     if not target.keeps_names:
         refuse_other_head(described)
         return resolve(described, options.trust, computes=target.judges_model)
@@ -402,7 +402,7 @@ def _plan(
         left_out=content.left_out,
         replicas=content.replicas,
         notes=[*dict.fromkeys([*told, *target.notes(request), *content.notes])],
-        warnings=[*(model.warnings if model else ()), *target.warnings(request)],
+        warnings=[*(model.warnings if model else source.warnings), *target.warnings(request)],
         facts=facts,
         load_with=target.load_with(request),
         afterwards=[*target.afterwards(request)],

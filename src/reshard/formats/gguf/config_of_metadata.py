@@ -127,6 +127,34 @@ def config_of(
     }
 
 
+def recorded_by(
+    values: Mapping[str, Value], frequencies: Sequence[str], divisors: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """The keys of config.json that the metadata of any architecture state, without what `config_of` fills in.
+
+    `frequencies` are the tensors that scale the rotary embedding. Latent attention is stored with other heads.
+    """
+    stated = _StatedMetadata(values)
+    latent = stated.own("attention.kv_lora_rank") is not None
+    absorbed = ("attention.head_count_kv", "attention.key_length") if latent else ()
+    found = {
+        name: stated.own(key)
+        for key, name in CONFIG_KEYS.items()
+        if stated.own(key) is not None and key not in absorbed
+    }
+    kind, theta = stated.get(f"{stated.arch}.rope.scaling.type"), stated.own("rope.freq_base")
+    rope: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind} if kind else {}
+    if kind in ROPE_SCALINGS:
+        rope["factor"] = stated.own("rope.scaling.factor")
+    if divisors:
+        rope = {"rope_type": "llama3", "factor": float(max(divisors))}
+    elif frequencies:
+        rope = {"rope_type": "longrope"}
+    rope |= {} if theta is None else {"rope_theta": theta}
+    family = {} if _family(stated) is None else {"model_type": _family(stated)}
+    return {**family, **found, "rope_parameters": rope}
+
+
 def _has_sizes(stated: _StatedMetadata, shapes: Shapes) -> bool:
     """Whether the sizes are there without which there is no model, and as many layers as they say."""
     needed = ["embedding_length", "attention.head_count"]

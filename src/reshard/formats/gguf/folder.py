@@ -23,7 +23,7 @@ from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.gguf import container
 from reshard.formats.gguf.block_types import UINT8, BlockElements, check_package
-from reshard.formats.gguf.config_of_metadata import config_of
+from reshard.formats.gguf.config_of_metadata import config_of, recorded_by
 from reshard.formats.gguf.container import COPY_AGAIN, GgufContent, TensorInfo
 from reshard.formats.gguf.value_types import READABLE_TYPES, Metadata
 from reshard.stores import open_file
@@ -65,6 +65,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     _check_split(contents)
     _refuse_others(metadata, first)
     infos = [(name, file, info) for file, each in contents.items() for name, info in each.infos.items()]
+    divisors = _divisors(infos, sources)
     if problems := [*_unknown(infos), *_twice(infos)]:
         raise ReshardError(one_for_all(problems, [name for name, _, _ in infos], str(first)))
     tensors = {name: _tensor(file, info) for name, file, info in infos}
@@ -80,23 +81,28 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         dialect=GGUF,
         tensors=tensors,
         root=first.parent,
-        config=_implied(metadata, infos, sources),
+        config=_implied(metadata, infos, divisors),
+        recorded=recorded_by(metadata, frequencies, divisors),
         dropped=+dropped,
         variant=", ".join(f"{kind} × {count}" for kind, count in counted.most_common()),
         notes=[*_told(blocks, counted), *_about(metadata)],
     )
 
 
-def _implied(
-    metadata: Metadata, infos: Sequence[tuple[str, Path, TensorInfo]], sources: Sources
-) -> dict[str, Any] | None:
-    """The config.json that the metadata imply, if they determine one. The divisors of frequencies are read."""
-    shapes = {name: info.shape for name, _, info in infos}
-    divisors = None
+def _divisors(infos: Sequence[tuple[str, Path, TensorInfo]], sources: Sources) -> list[float] | None:
+    """What the rotary frequencies are divided by, if the file has it."""
     for name, file, info in infos:
         if name == DIVISORS and info.kind.name == "F32" and info.nbytes <= MOST_DIVISORS:
             with sources.open(file) as opened:
-                divisors = np.frombuffer(opened.read(info.offset, info.nbytes), "<f4").tolist()
+                return [float(each) for each in np.frombuffer(opened.read(info.offset, info.nbytes), "<f4")]
+    return None
+
+
+def _implied(
+    metadata: Metadata, infos: Sequence[tuple[str, Path, TensorInfo]], divisors: list[float] | None
+) -> dict[str, Any] | None:
+    """The config.json that the metadata imply, if they determine one."""
+    shapes = {name: info.shape for name, _, info in infos}
     return None if DIVISORS in shapes and not divisors else config_of(metadata, shapes, divisors)
 
 

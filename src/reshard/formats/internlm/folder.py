@@ -25,6 +25,7 @@ from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.internlm.join_shards import COPY_AGAIN, InternEvoRank, ShardCollector, another_rank
 from reshard.formats.internlm.model_config import (
+    ASSUMED,
     EXPERTS_PER_TOKEN,
     MODEL_CONFIG,
     QK_INTERLEAVED,
@@ -72,6 +73,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         contents = {rank: with_fused_attention(content) for rank, content in contents.items()}
     shards = _collected(folder, sources, contents, _is_old(contents))
     tensors = shards.tensors(folder, config)
+    derived = hub_config(kind, config, tensors, shards.layers) if config else None
     interleaved, note = rows_are_interleaved(kind, config or {})
     notes = [note] if note and config else []
     if kind == "internlm_moe":
@@ -89,7 +91,8 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         root=folder,
         layout=SavedLayout.of(Layout(shards.tensor_ranks, shards.stages, shards.chunks)),
         iteration=int(step) if (step := folder.resolve().name).isdecimal() else None,
-        config=hub_config(kind, config, tensors, shards.layers) if config else None,
+        config=derived,
+        recorded=derived and {key: value for key, value in derived.items() if key != ASSUMED},
         dropped=+dropped,
         replicas=shards.replicas,
         problems=[

@@ -46,7 +46,7 @@ QK_INTERLEAVED = "qk_interleaved"
 SINCE_0_4 = "mlp_layer_fusion"
 """A key that InternEvo 0.4 and later write into every config."""
 
-EXPERTS_PER_TOKEN = 2
+EXPERTS_PER_TOKEN, ASSUMED = 2, "num_experts_per_token"
 """Assumed for a mixture of experts: InternEvo stores `top_k` in another section of its training config."""
 
 NUMBER_KEYS = (
@@ -185,7 +185,7 @@ def hub_config(
         result["rotary"] = {"base": base, "type": "dynamic" if dynamic else "origin"}
     if kind == "internlm_moe":
         result["num_experts"] = config.get("num_experts")
-        result["num_experts_per_token"] = EXPERTS_PER_TOKEN
+        result[ASSUMED] = EXPERTS_PER_TOKEN
     return result
 
 

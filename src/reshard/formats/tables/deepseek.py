@@ -75,14 +75,17 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         raise ReshardError(misplaced)
     joined = JoinedRanks(contents, split_of)
     tensors = {hub_name(name): tensor for name, tensor in joined.tensors().items()}
-    settings = _settings(folder, sources)
+    settings = _settings(folder, sources) or {}
+    config = hub_config(settings, tensors) if settings else None
+    unrecorded = set() if "rope_factor" in settings else {"rope_scaling"}
     return Checkpoint(
         path=path,
         format=NAME,
         dialect=HUB,
         tensors=tensors,
         root=folder,
-        config=hub_config(settings, tensors) if settings else None,
+        config=config,
+        recorded=config and {key: value for key, value in config.items() if key not in unrecorded},
         replicas=joined.replicas,
         problems=joined.problems,
         notes=[MTP_NOTE] if _layers(tensors) == 61 else [],

@@ -41,8 +41,9 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     sizes = litgpt_config.sizes(settings)
     hub = apply_renamings.on_hub(found.tensors, rules, sizes)
     _refuse_misfits(found, hub, sizes["num_hidden_layers"])
+    config = litgpt_config.config_of(settings)
     return replace(
-        found, path=path, format=NAME, tensors=hub, config=litgpt_config.config_of(settings), variant=""
+        found, path=path, format=NAME, tensors=hub, config=config, recorded=config or sizes, variant=""
     )
 
 

@@ -95,6 +95,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         root=folder,
         layout=SavedLayout.of(Layout(tp=len(files))),
         config=config,
+        recorded=_recorded(params, config),
         dropped=+dropped,
         replicas=[*joined.replicas, *copies],
         problems=joined.problems,
@@ -198,6 +199,17 @@ def _config(params: Mapping[str, Any], tensors: Mapping[str, Tensor], *, tied: b
     }
     ids = {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]} if is_3 else {}
     return config | ids
+
+
+def _recorded(params: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of the config that `params` record."""
+    has = {"rms_norm_eps": "norm_eps", "rope_theta": "rope_theta", "rope_scaling": "use_scaled_rope"}
+    found = {key: value for key, value in config.items() if has.get(key, "dim") in params}
+    if found.get("rope_scaling"):
+        found["rope_scaling"] = {
+            key: value for key, value in found["rope_scaling"].items() if key != "factor"
+        }
+    return found
 
 
 def _assumed(params: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:

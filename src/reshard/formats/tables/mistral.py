@@ -63,12 +63,12 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     if foreign.with_names_of_a_tool(path, found.tensors, config) is None:
         return replace(found, path=path)  # the Hub's names, in files that are called so
     _refuse_quantized(found)
-    derived, notes = None, list[str]()
+    derived, notes, recorded = None, list[str](), None
     if config is None:
         params = _beside(found.root, mistral_params.PARAMS_FILE, sources)
         if params is None:
             raise _without_params(found.root)
-        config, notes = mistral_params.config_of(
+        config, notes, recorded = mistral_params.config_of(
             params, found.tensors, str(found.root / mistral_params.PARAMS_FILE)
         )
         derived = config
@@ -78,7 +78,15 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     hub = apply_renamings.on_hub(found.tensors, rules, config)
     _refuse_misfits(found, hub, config)
     kept = [each for each in found.notes if "index" not in each]
-    return replace(found, path=path, format=NAME, tensors=hub, config=derived, notes=[*kept, *notes])
+    return replace(
+        found,
+        path=path,
+        format=NAME,
+        tensors=hub,
+        config=derived,
+        recorded=recorded,
+        notes=[*kept, *notes],
+    )
 
 
 def _place(path: Path) -> Path:

@@ -62,10 +62,11 @@ IMAGE, BREAK, END = 10, 12, 13
 
 
 class DerivedConfig(NamedTuple):
-    """A config.json, and notes on what is assumed."""
+    """A config.json, notes on what is assumed, and the keys of the language model that `params.json` records."""
 
     config: Values
     notes: list[str]
+    recorded: Values
 
 
 def config_of(params: Mapping[str, Any], tensors: Collection[str], file: str) -> DerivedConfig:
@@ -145,10 +146,14 @@ def _derived(told: Mapping[str, Any], bias: bool) -> DerivedConfig:
         length = LENGTH_OF_TYPE.get(kind, USUAL_LENGTH)
         notes.append(f"params.json has no length of sequences: {length}, as transformers' converter sets it")
     text["max_position_embeddings"] = length
+    recorded = dict(text)
+    if "rope_theta" not in told:
+        del recorded["rope_parameters"]
     if vision is None:
-        return DerivedConfig({"architectures": [ARCHITECTURES[kind]], **text, **TOKEN_IDS}, notes)
+        config = {"architectures": [ARCHITECTURES[kind]], **text, **TOKEN_IDS}
+        return DerivedConfig(config, notes, recorded)
     whole = {**_with_vision(kind, vision, bias), "tie_word_embeddings": tied, "text_config": text}
-    return DerivedConfig(whole, notes)
+    return DerivedConfig(whole, notes, recorded)
 
 
 def _seeing(vision: Mapping[str, Any]) -> str:
