@@ -78,7 +78,10 @@ def base_with(config: Config, folder: Path) -> Path:
 
 
 def with_theta(config: Config, theta: float) -> Config:
-    return config | {"rope_theta": theta, "rope_parameters": config["rope_parameters"] | {"rope_theta": theta}}
+    return config | {
+        "rope_theta": theta,
+        "rope_parameters": config["rope_parameters"] | {"rope_theta": theta},
+    }
 
 
 def theta_of(folder: Path) -> float:
@@ -106,9 +109,13 @@ def test_a_base_that_contradicts_what_is_recorded_is_not_believed(source: Path, 
             converted(source, tmp_path / "out", others, trust=trust)
     other = base_with(with_theta(own, theta * 3), tmp_path / "theta")
     warnings = converted(source, tmp_path / "out", other)
-    assert [problem.code for problem in warnings if "rope" in str(problem)] == ["config-differs-from-arguments"]
+    assert [problem.code for problem in warnings if "rope" in str(problem)] == [
+        "config-differs-from-arguments"
+    ]
     assert theta_of(tmp_path / "out") == theta
     assert converted(source, tmp_path / "trusted", other, trust="config") != []
     assert theta_of(tmp_path / "trusted") == theta * 3
     same = base_with(own, tmp_path / "same")
-    assert [problem for problem in converted(source, tmp_path / "equal", same) if "rope" in str(problem)] == []
+    assert [
+        problem for problem in converted(source, tmp_path / "equal", same) if "rope" in str(problem)
+    ] == []

@@ -387,9 +387,11 @@ def test_notices_name_the_limits_within_which_megatron_computes_the_same(tmp_pat
             [expected[name]] if name in expected else []
         )
         assert table.differs(config) == table.contradictions(config) == []
-    [text] = LLAMA.notices({"attention_bias": True})
-    assert "linear_proj" in text
-    assert LLAMA.notices({"attention_bias": True, "attention_out_bias": False}) == []
+    for biased in ({"attention_bias": True}, {"mlp_bias": True}):
+        [(_, text)] = LLAMA.differs(biased)
+        assert "linear_proj" in text
+    assert LLAMA.differs({"attention_bias": True, "attention_out_bias": False}) == []
+    assert LLAMA.differs({"attention_bias": True, "mlp_bias": True}) == []
     [text] = DEEPSEEK_V3.notices({"rms_norm_eps": 1e-5})
     assert "inside latent attention" in text
 

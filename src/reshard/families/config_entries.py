@@ -221,36 +221,48 @@ def _quotient(source: Mapping[str, Any], dividend: str, divisor: str) -> int | N
 class Biases(ConfigEntry):
     """Biases of the query, key and value projection (`qkv`), and of all linear layers (`linear`).
 
-    transformers saves those of InternLM3 as Llama's. Megatron-LM's `add_bias_linear` implies a bias of linear_qkv, so
-    `linear` without `qkv` cannot be built.
+    transformers saves those of InternLM3 as Llama's, whose `attention_bias` is also that of the output projection.
+    Megatron-LM's `add_bias_linear` is for the output projection and the MLP, and implies a bias of linear_qkv. Biases
+    that it cannot build are described by two more arguments, which only reshard reads.
     """
 
     qkv: str
     linear: str
 
     def to_args(self, config: Config) -> Values:
-        qkv, linear = self._of(config)
-        return {"add_qkv_bias": qkv, "add_bias_linear": linear}
+        qkv, linear, output = self._of(config)
+        args = {"add_qkv_bias": qkv, "add_bias_linear": linear}
+        return {**args, "linear_qkv_bias": qkv, "linear_proj_bias": output} if self._unbuilt(config) else args
 
     def spellings(self) -> tuple[str, ...]:
         return ("attention_bias", "mlp_bias")
 
-    def _of(self, config: Config) -> tuple[bool, bool]:
+    def _of(self, config: Config) -> tuple[bool, bool, bool]:
+        """Whether queries, keys and values have biases, whether the MLP has, and the output projection."""
         names = ((self.qkv, "attention_bias"), (self.linear, "mlp_bias"))
         qkv, linear = (bool(first(config, each, False)) for each in names)
-        return qkv, linear
+        output = first(config, ("attention_out_bias",), qkv if self.qkv == "attention_bias" else linear)
+        return qkv, linear, bool(output)
+
+    def _unbuilt(self, config: Config) -> bool:
+        qkv, linear, output = self._of(config)
+        return output != linear or (linear and not qkv)
 
     def to_config(self, args: Args) -> Values:
         linear = bool(args.get("add_bias_linear", False))
-        return {self.qkv: linear or bool(args.get("add_qkv_bias", False)), self.linear: linear}
+        qkv = first(args, ("linear_qkv_bias",), linear or args.get("add_qkv_bias", False))
+        return {self.qkv: bool(qkv), self.linear: linear}
 
-    def notices(self, config: Config) -> Iterator[str]:
-        qkv, linear = self._of(config)
-        if linear and not qkv:
-            yield f"{self.linear} without {self.qkv}; Megatron-LM's add_bias_linear gives linear_qkv a bias too"
-        output = config.get("attention_out_bias", self.qkv == "attention_bias")  # seed_oss: a key of its own
-        if qkv and output and not linear:
-            yield "attention_bias without mlp_bias; Megatron-LM's add_qkv_bias gives linear_proj no bias"
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
+        if self._unbuilt(config):
+            qkv, linear, output = self._of(config)
+            found = {"linear_qkv": qkv, "linear_proj": output, "the MLP": linear}
+            has = " and ".join(name for name, biased in found.items() if biased)
+            yield (
+                self.qkv,
+                f"only {has} have biases; Megatron-Core builds them in linear_qkv only (add_qkv_bias), or in "
+                "linear_qkv, linear_proj and the MLP (add_bias_linear)",
+            )
 
 
 def window_of(args: Args) -> int | None:

@@ -247,7 +247,13 @@ def config_map(
         (RopeLayers, ROPE_EVERYWHERE),
     )
     unless = [const for kind, const in usual if not any(isinstance(entry, kind) for entry in entries)]
-    return ConfigMap(model_type, (*says, *COMMON, *entries, *unless), path)
+    named = {entry.arg: entry.key for entry in entries if isinstance(entry, Key)}
+    common = [
+        entry
+        for entry in COMMON
+        if not isinstance(entry, Key) or named.get(entry.arg, entry.key) == entry.key
+    ]
+    return ConfigMap(model_type, (*says, *common, *entries, *unless), path)
 
 
 def portable_config(config: Config, dtype: str, table: ConfigMap | None = None) -> Values:

@@ -15,6 +15,7 @@ from reshard.base.errors import UNUSABLE, Problem, ReshardError
 from reshard.families.config_entries import RULE, Args, Config, Const, Values
 from reshard.families.config_map import ConfigMap
 from reshard.families.mechanisms import MECHANISMS, REARRANGED
+from reshard.families.rope import rope_parameters
 from reshard.families.rules import Dims
 
 RUN_CHOICES = {
@@ -166,6 +167,8 @@ def foreign(
         if value is None or value == expected or not mechanism.used(whole):
             continue
         if mechanism.changes_nothing(value, whole) and mechanism.changes_nothing(expected, whole):
+            continue
+        if name == "position_embedding_type" and value == rope_parameters(config).get("rope_type"):
             continue
         if name not in fixed and _describes(table, whole, name, mechanism.default):
             continue

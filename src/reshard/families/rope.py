@@ -154,6 +154,18 @@ class MultimodalRope(Rope):
         return {"rope_parameters": rope if section is None else {**rope, "mrope_section": list(section)}}
 
 
+def yarn_of(args: Args) -> Values:
+    """The YaRN that Megatron-Bridge notes in the fields of a model's config; empty for another rope.
+
+    Source: `GPTModelProvider` of Megatron-Bridge 0.6.2, and its `yarn_*` fields.
+    """
+    if args.get("position_embedding_type") != "yarn":
+        return {}
+    names = {key: f"yarn_{key}" for key in ("original_max_position_embeddings", "beta_fast", "beta_slow")}
+    names["factor"] = "yarn_rotary_scaling_factor"
+    return {"rope_type": "yarn", **{key: args[name] for key, name in names.items() if args.get(name)}}
+
+
 DYNAMIC_ROPE_NOTE = "dynamic rope scaling; Megatron-LM agrees up to max_position_embeddings, and not beyond"
 
 

@@ -105,6 +105,7 @@ class Dims:
     padded_vocab: int
     tied: bool
     qkv_bias: bool
+    output_bias: bool
     bias: bool
     qk_norm: bool
     experts: int
@@ -183,7 +184,10 @@ class Dims:
             vocab=vocab,
             padded_vocab=padded_vocab or vocab,
             tied=not get("untie_embeddings_and_output_weights", False),
-            qkv_bias=bool(get("add_qkv_bias", False) or get("add_bias_linear", False)),
+            qkv_bias=bool(
+                get("linear_qkv_bias", get("add_qkv_bias", False) or get("add_bias_linear", False))
+            ),
+            output_bias=bool(get("linear_proj_bias", get("add_bias_linear", False))),
             bias=bool(get("add_bias_linear", False)),
             qk_norm=bool(get("qk_layernorm", False)),
             experts=experts,
@@ -300,7 +304,7 @@ def attention(dims: Dims, fused: str = "", *, norm_all_heads: bool = False, gate
     )
     if dims.qkv_bias:
         rules += projections("bias", native("self_attention.linear_qkv.bias", rows).split(0, *grouped))
-    if dims.bias:
+    if dims.output_bias:
         rules.append(same("self_attn.o_proj.bias", "self_attention.linear_proj.bias", dims.hidden))
     if dims.qk_norm:
         for name, heads in (("q", dims.heads), ("k", dims.groups)):

@@ -12,6 +12,7 @@ from reshard.families import FAMILIES, Family, declared, live_names
 from reshard.families.disagreements import foreign
 from reshard.families.mechanisms import REARRANGED
 from reshard.families.recorded_configs import OF_ANY_FAMILY, WHERE, agreed_configs
+from reshard.families.rope import yarn_of
 from reshard.families.sized_family import Model
 from reshard.formats.checkpoint import Checkpoint
 from reshard.model import flat_shapes, memory_names
@@ -66,6 +67,8 @@ def _records(described: DescribedCheckpoint, base: Path | None) -> Iterator[Mapp
     """What a checkpoint records of its own config: for its reader, and in a config.json that a base replaces."""
     checkpoint = described.checkpoint
     yield (checkpoint.config if checkpoint.recorded is None else checkpoint.recorded) or {}
+    if rope := yarn_of(checkpoint.args or {}):
+        yield {"rope_parameters": rope}
     beside = config_beside(checkpoint) if base else None
     if beside and _fits(described, beside):
         yield beside

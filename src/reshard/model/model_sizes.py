@@ -101,15 +101,15 @@ def disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[Pr
         pairs += _heads(checkpoint, family, dims)
     problems = [
         Problem(
-            "config-size-differs" if found > wanted else "weights-fewer-than-config",
+            "weights-fewer-than-config" if what in _COUNTED and found < wanted else "config-size-differs",
             f"the config and the checkpoint disagree on {what}",
             file=str(checkpoint.path),
             rule=f"{key} in config.json must match the weights",
             expected=f"{wanted} (config.json)",
             found=f"{found} (checkpoint)",
-            remedy="pass the config that belongs to these weights: --base DIR"
-            if found > wanted
-            else "copy the weights that are missing, or pass the config that belongs to these: --base DIR",
+            remedy="copy the weights that are missing, or pass the config that belongs to these: --base DIR"
+            if what in _COUNTED and found < wanted
+            else "pass the config that belongs to these weights: --base DIR",
             values={"key": key},
         )
         for what, key, wanted, found in pairs
@@ -118,6 +118,10 @@ def disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[Pr
     if checkpoint.dialect.padded and (wrong := vocabulary.disagreement(checkpoint, dims.vocab)):
         problems.append(wrong)
     return problems
+
+
+_COUNTED = ("layers", "experts")
+"""What is stored one by one, so that some may be missing."""
 
 
 def _heads(checkpoint: Checkpoint, family: Family, dims: Dims) -> Iterator[tuple[str, str, int, int]]:

@@ -11,6 +11,7 @@ from reshard.base.errors import UNUSABLE, Problem, ReshardError, understood
 from reshard.families import Family
 from reshard.families.config_entries import first
 from reshard.families.disagreements import COMPUTED, agreed
+from reshard.families.rope import yarn_of
 from reshard.families.sized_family import Model
 from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint
@@ -89,7 +90,7 @@ def _resolved(described: DescribedCheckpoint, trust: str, *, computes: bool) -> 
     args, dims = sizes(found, text, args, checkpoint, described.folder)
     if found.drops_router_bias and not dims.router_bias:
         notes = [*notes, "there is no bias of the router: mcore-bridge saves none"]
-    warnings = _misdescribed(found, config, file) if computes else []
+    warnings = _misdescribed(found, config, file, yarn_of(checkpoint.args or {})) if computes else []
     carried = _carried(checkpoint, found)
     problems = [*disagreements(checkpoint, found, dims), *_without_parts(checkpoint, found, carried)]
     if checkpoint.has_hub_names:
@@ -158,10 +159,13 @@ def _refuse_contradictions(config: Mapping[str, Any], file: Path) -> None:
         raise ReshardError(problems)
 
 
-def _misdescribed(family: Family, config: Mapping[str, Any], file: Path) -> list[Problem]:
+def _misdescribed(
+    family: Family, config: Mapping[str, Any], file: Path, rope: Mapping[str, Any]
+) -> list[Problem]:
     """Where an engine would build a different model than the config describes, without a trace in the tensors.
 
-    Differences that do not affect the weights, and that a run may choose, are warnings.
+    Differences that do not affect the weights, and that a run may choose, are warnings. An engine that recorded a
+    `rope` beyond the arguments of the family has computed it.
     """
     try:
         found = family.differs(config)
@@ -179,6 +183,7 @@ def _misdescribed(family: Family, config: Mapping[str, Any], file: Path) -> list
             values={"family": family.name},
         )
         for key, text in found
+        if not (rope and key == "rope_parameters")
     ]
 
 

@@ -123,7 +123,7 @@ def _attention(dims: Dims, *, interleaved: bool = False) -> Block:
             rows = native(f"attn_{name}.{kind}", heads * dims.head_dim, *inner)
             view = heads_in_halves(rows, dims, interleaved and name != "v")
             rules.append(Rule(f"self_attn.{name}_proj.{kind}", view))
-    if dims.bias:
+    if dims.output_bias:
         rules.append(same("self_attn.o_proj.bias", "attn_output.bias", dims.hidden))
     if dims.qk_norm:
         rules += [
