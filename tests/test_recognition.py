@@ -100,11 +100,35 @@ def test_a_model_that_is_built_like_a_family_is_refused_with_what_differs(
 ) -> None:
     heads = {"head_dim": 8, "num_key_value_heads": 8}  # InternEvo has no others
     source = edited(hf_model("llama", **heads), tmp_path / "hub", model_type=model_type)
-    [problem] = problems_of(source, tmp_path / "there", to=to)
-    assert problem.rule == BUILT_ALIKE[model_type]
+    for family in (None, "llama"):
+        [problem] = problems_of(source, tmp_path / "there", to=to, family=family)
+        assert (problem.code, problem.rule) == ("model-type-differs", BUILT_ALIKE[model_type])
+        assert "--family" not in str(problem.remedy)
+        assert "--to huggingface, --to dcp or --to deepspeed" in str(problem.remedy)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"logit_scale": 0.25}, {"final_logit_softcapping": 30.0}, {"sliding_window": 6}]
+)
+def test_a_model_that_nobody_knows_is_not_taken_for_a_family_without_its_scales_caps_and_windows(
+    settings: dict[str, Any], hf_model: Models, tmp_path: Path
+) -> None:
+    unknown = edited(
+        hf_model("llama"), tmp_path / "plain", model_type="nobodys", logit_scale=1.0, clip_qkv=None
+    )
+    [problem] = problems_of(unknown, tmp_path / "there", to="megatron")
     assert "--family llama" in str(problem.remedy)
-    assert "--to huggingface, --to dcp or --to deepspeed" in str(problem.remedy)
-    reshard.convert(source, tmp_path / "there", to=to, family="llama")
+    reshard.convert(unknown, tmp_path / "there", to="megatron", family="llama")
+    source = edited(hf_model("llama"), tmp_path / "hub", model_type="nobodys", **settings)
+    for family in (None, "llama"):
+        [problem] = problems_of(source, tmp_path / "other", to="megatron", family=family)
+        assert str(problem.rule).startswith(*settings) and "--family" not in str(problem.remedy)
+
+
+def test_a_family_without_the_window_of_the_own_one_is_refused(hf_model: Models, tmp_path: Path) -> None:
+    source = hf_model("mistral", sliding_window=6)
+    [problem] = problems_of(source, tmp_path / "there", to="megatron", family="llama")
+    assert str(problem.found).startswith("window_size=(5, 0)") and "leave out --family" in str(problem.remedy)
 
 
 @pytest.mark.parametrize("to", ["huggingface", "dcp", "deepspeed"])
@@ -164,7 +188,7 @@ def assert_megatron_computes_otherwise(source: Path, there: Path) -> None:
 
 @pytest.mark.core("gpt_oss-*")
 @pytest.mark.parametrize("name, overrides, says", REFUSED)
-def test_another_model_is_refused_unless_it_is_meant(
+def test_another_model_is_refused(
     name: str, overrides: dict[str, Any], says: str, hf_model: Models, tmp_path: Path
 ) -> None:
     source, there = hf_model(name, **overrides), tmp_path / "there"
@@ -175,10 +199,7 @@ def test_another_model_is_refused_unless_it_is_meant(
     assert inspected.whole and not inspected.problems and inspected.next == ""
     assert any(says in note for note in inspected.notes)
     family = json.loads((source / "config.json").read_text())["model_type"]
-    assert f"--family {family}" in str(problem.remedy)
-    meant = reshard.convert(source, there, to="megatron", etp=1, family=family)
-    assert any(says in str(warning.found) for warning in meant.plan.warnings)
-    assert_megatron_computes_otherwise(source, there)
+    assert problems_of(source, there, to="megatron", etp=1, family=family) == [problem]
     kept = reshard.convert(source, tmp_path / "kept", to="huggingface")
     assert kept.plan.warnings == []
 

@@ -96,6 +96,7 @@ def converted(source: Path, out: Path, base: Path, **options: Any) -> list[Probl
     return [*done.plan.warnings]
 
 
+@pytest.mark.core("gguf", "meta", "nanotron", "huggingface")
 @pytest.mark.parametrize("source", SOURCES, indirect=True)
 def test_a_base_that_contradicts_what_is_recorded_is_not_believed(source: Path, tmp_path: Path) -> None:
     """Other heads with the same shapes are refused. What moves no weight is a warning, and the user's to decide."""

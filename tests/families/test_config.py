@@ -401,7 +401,7 @@ def test_a_config_of_another_model_disagrees_with_the_arguments(tmp_path: Path) 
     args = {**QWEN2.to_args(config), "padded_vocab_size": 384, "vocab_size": None, "seq_length": 4096}
     assert differences(QWEN2, config, args) == []
     other = {**config, "num_hidden_layers": 5, "num_key_value_heads": 2, "vocab_size": 99}
-    found = [(each.key, each.config, each.args) for each in differences(QWEN2, other, args)]
+    found = [(each.key, each.config, each.checkpoint) for each in differences(QWEN2, other, args)]
     assert found == [("num_hidden_layers", 5, 4), ("num_key_value_heads", 2, 4)]
     with pytest.raises(ReshardError) as caught:
         agreed(QWEN2, other, args, "config", "config.json")
@@ -416,7 +416,7 @@ def test_arguments_that_are_not_there_say_nothing(tmp_path: Path) -> None:
     table = CONFIG_MAPS["deepseek_v3"]
     assert differences(table, config, {"tensor_model_parallel_size": 2}) == []
     [one] = differences(table, config, {"q_lora_rank": None})
-    assert (one.key, one.args) == ("q_lora_rank", None)
+    assert (one.key, one.checkpoint) == ("q_lora_rank", None)
 
 
 def test_a_difference_that_changes_no_weight_is_decided_by_the_user(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from reshard.families.rope import yarn_of
 from reshard.families.sized_family import Model
 from reshard.formats.checkpoint import Checkpoint
 from reshard.model import flat_shapes, memory_names
-from reshard.model.find_config import config_beside, config_of
+from reshard.model.find_config import config_beside, config_of, contradictions
 from reshard.model.model_sizes import disagreements, mtp_layers, sizes
 from reshard.model.recognition import named
 
@@ -78,7 +78,7 @@ def _agreed(described: DescribedCheckpoint, recorded: Mapping[str, Any], trust: 
     """The same with a config that agrees with a recorded one. Raises ReshardError if they describe different models."""
     table = described.family.config if described.family else OF_ANY_FAMILY
     text, own = table.text(described.config), table.text(recorded)
-    if not text:
+    if not text or contradictions(described.config):
         return described
     if problems := [*_of_another_family(described, own, trust)]:
         raise ReshardError([replace(each, file=str(described.file)) for each in problems])
@@ -92,7 +92,7 @@ def _of_another_family(
 ) -> Iterator[Problem]:
     """What a recorded model of another family computes, and that of the config does not."""
     family, own = described.family, declared(recorded.get("model_type"))
-    if family is None or own is None or own is family:
+    if family is None or own is None or own is family or family.within:
         return
     args, text = own.config.to_args(recorded), family.config.text(described.config)
     for name, problem in foreign(family.config, text, args, WHERE):
