@@ -1,13 +1,15 @@
-"""What a checkpoint records of its own model is compared with a base, whatever its format: files that its tool wrote."""
+"""What a checkpoint records of its own model is compared with a base: files of all formats, as their tools wrote them."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import reshard
 from reshard.base.errors import Problem, ReshardError
@@ -120,3 +122,103 @@ def test_a_base_that_contradicts_what_is_recorded_is_not_believed(source: Path, 
     assert [
         problem for problem in converted(source, tmp_path / "equal", same) if "rope" in str(problem)
     ] == []
+
+
+def test_frequencies_in_a_file_are_not_dropped_for_a_base_without_them(
+    hf_model: Models, tmp_path: Path
+) -> None:
+    """llama.cpp's converter stores what Llama 3.1 divides its rotary frequencies by."""
+    scaled = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, **scaled}
+    reshard.convert(hf_model("llama", rope_parameters=rope), tmp_path / "model.gguf", to="gguf")
+    own = recorded_config(tmp_path / "model.gguf", tmp_path / "own")
+    plain = {"rope_theta": 500000.0, "rope_scaling": None, "rope_parameters": None}
+    base = base_with({**own, **plain}, tmp_path / "plain")
+    for trust in ("checkpoint", "config"):
+        with pytest.raises(ReshardError, match="rope_type=llama3") as caught:
+            converted(tmp_path / "model.gguf", tmp_path / "out", base, trust=trust)
+        assert [problem.code for problem in caught.value.problems] == ["config-contradicts-arguments"]
+    other = {"rope_scaling": None, "rope_parameters": {**rope, "factor": 32.0}}
+    base = base_with({**own, **other}, tmp_path / "factor")
+    assert any(
+        "'factor': 8.0" in str(each.found)
+        for each in converted(tmp_path / "model.gguf", tmp_path / "out", base)
+    )
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]["factor"] == 8.0
+
+
+def test_heads_are_recorded_by_files_of_any_architecture(tmp_path: Path, hf_model: Models) -> None:
+    """Of an architecture for which no config is derived, those of a GGUF file are compared all the same."""
+    reshard.convert(hf_model("llama"), tmp_path / "model.gguf", to="gguf")
+    content = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(content.replace(b"llama", b"frobs"))
+    config = json.loads((hf_model("llama") / "config.json").read_text())
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8}
+    base = base_with({**config, **heads}, tmp_path / "base")
+    with pytest.raises(ReshardError, match="num_attention_heads=8"):
+        converted(tmp_path / "model.gguf", tmp_path / "out", base)
+
+
+def test_a_config_beside_that_the_tensors_refute_gives_way_to_a_base(
+    hf_model: Models, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(hf_model("llama"), tmp_path / "source"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": 9, "rope_parameters": None})
+    )
+    assert converted(source, tmp_path / "out", hf_model("llama"), max_shard_size="1MB") == []
+
+
+def test_a_base_of_another_width_is_named(hf_model: Models, tmp_path: Path) -> None:
+    """Nothing is missing then: another hidden size is that of another model."""
+    source = Path(shutil.copytree(hf_model("llama"), tmp_path / "source"))
+    config = json.loads((source / "config.json").read_text())
+    base = base_with({**config, "hidden_size": 128}, tmp_path / "base")
+    for _ in range(2):
+        with pytest.raises(ReshardError) as caught:
+            converted(source, tmp_path / "out", base, max_shard_size="1MB")
+        assert "hidden_size" in str(caught.value) and "missing" not in str(caught.value)
+        (source / "config.json").unlink(missing_ok=True)
+
+
+def test_a_yarn_that_megatron_bridge_notes_is_compared(tmp_path: Path) -> None:
+    """Since 0.6, it has `position_embedding_type: yarn` and the parameters in run_config.yaml."""
+    source = Path(shutil.copytree(DATA / "peers/bridge/mistral", tmp_path / "source"))
+    file = source / "iter_0000000" / "run_config.yaml"
+    noted = yaml.safe_load(file.read_text())
+    noted["model"] |= {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
+    noted["model"] |= {
+        "yarn_original_max_position_embeddings": 32,
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+    }
+    file.write_text(yaml.safe_dump(noted))
+    config = json.loads((DATA / "peers/bridge/base-mistral/config.json").read_text())
+    rope = {"rope_type": "yarn", "rope_theta": theta_of(DATA / "peers/bridge/base-mistral"), "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 32}
+    base = base_with({**config, "rope_parameters": rope}, tmp_path / "base")
+    assert converted(source, tmp_path / "out", base) == []
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"] == rope
+    other = base_with({**config, "rope_parameters": {**rope, "factor": 2.0}}, tmp_path / "other")
+    [warning] = converted(source, tmp_path / "other-out", other)
+    assert warning.values == {"key": "rope_parameters"} and "'factor': 4.0" in str(warning.found)
+    with pytest.raises(ReshardError, match="rope_type=yarn"):
+        converted(source, tmp_path / "none", DATA / "peers/bridge/base-mistral")
+
+
+@pytest.mark.parametrize("biases", [{"attention_bias": True}, {"mlp_bias": True}])
+def test_biases_that_megatron_core_does_not_build_are_named_and_kept_elsewhere(
+    biases: Config, hf_model: Models, tmp_path: Path
+) -> None:
+    source = hf_model("llama", **biases)
+    with pytest.raises(
+        ReshardError, match="have biases; Megatron-Core builds them in linear_qkv only"
+    ) as caught:
+        reshard.convert(source, tmp_path / "out", to="megatron")
+    assert len(caught.value.problems) == 1
+    for to in ("dcp", "gguf"):
+        there = tmp_path / f"there.{to}"
+        reshard.convert(source, there, to=to)
+        reshard.convert(there, tmp_path / f"back-{to}", no_tokenizer=True, to="huggingface", base=source)
+        assert reshard.verify(source, tmp_path / f"back-{to}").equal

@@ -50,20 +50,12 @@ def beyond(table: ConfigMap, text: Mapping[str, Any]) -> str:
 
     They are known by their names, since nothing else is known of the model.
     """
-    sizes = (text.get("head_dim"), (text.get("hidden_size") or 0) // (text.get("num_attention_heads") or 1))
-    usual = (
-        None,
-        False,
-        0,
-        1,
-        [],
-        "",
-        *(size**-0.5 for size in sizes if size),
-    )  # the scale of attention scores
+    size = text.get("head_dim") or (text.get("hidden_size") or 0) // (text.get("num_attention_heads") or 1)
+    usual = {"attention_multiplier": size**-0.5 if size else None}
     odd = {
         key: value
         for key, value in text.items()
-        if _SCALES.fullmatch(key) and not isinstance(value, Mapping) and value not in usual
+        if _SCALES.fullmatch(key) and value not in (None, False, 0, 1, [], usual.get(key))
     }
     if text.get("use_sliding_window") is False:
         odd.pop("sliding_window", None)
