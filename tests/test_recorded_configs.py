@@ -1,4 +1,4 @@
-"""What a checkpoint records of its own model is compared with a base: files of all formats, as their tools wrote them."""
+"""What a checkpoint records of its own model is compared with a base: files of all formats, made by their tools."""
 
 from __future__ import annotations
 

@@ -214,6 +214,15 @@ CASES: dict[str, list[Case]] = {
     "model-type-unknown": [
         Case(SRC, TO_MEGATRON, {}, lambda there: edit_config(there / "src", model_type="frob"))
     ],
+    "model-type-differs": [
+        Case(SRC, TO_MEGATRON, {}, lambda there: edit_config(there / "src", model_type="granite")),
+        Case(
+            SRC,
+            f"{TO_MEGATRON} --family qwen3",
+            {},
+            lambda there: edit_config(there / "src", model_type="frob", logits_scaling=8.0),
+        ),
+    ],
     "destination-not-empty": [Case({**TWO, "dst": "qwen3"}, "convert ckpt dst")],
     # ------------------------------------------------------------------------------------------- averages
     "average-of-one": [Case(BOTH, "average src dst", {"A": "src", "B": "base", "OUT": "dst"})],

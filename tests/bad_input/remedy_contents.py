@@ -187,6 +187,7 @@ CASES: dict[str, list[Case]] = {
     "vocabulary-size-differs": [Case(NATIVE, "convert src dst", DIR, config(vocab_size=100_000))],
     "engine-computes-another-model": [Case(PLAIN, TO_MEGATRON, {}, config(hidden_act="gelu"))],
     "model-type-unknown-here": [Case(NATIVE, "convert src dst", {}, config(model_type="frob"))],
+    "model-type-differs-here": [Case(NATIVE, "convert src dst", DIR, config(model_type="granite"))],
     "values-overflow": [
         Case(SRC, f"{TO_MEGATRON} --dtype float16", {}, tensors(lambda held: held[QUERY].fill(1e9)))
     ],

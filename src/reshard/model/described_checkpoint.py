@@ -18,7 +18,7 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.model import flat_shapes, memory_names
 from reshard.model.find_config import config_beside, config_of, contradictions
 from reshard.model.model_sizes import disagreements, mtp_layers, sizes
-from reshard.model.recognition import named
+from reshard.model.recognition import fit_of, named
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,9 @@ def _fits(described: DescribedCheckpoint, recorded: Mapping[str, Any]) -> bool:
         return True
     try:
         _, dims = sizes(family, recorded, None, checkpoint, checkpoint.root)
-        return not disagreements(checkpoint, family, dims)
+        own, base = (fit_of(family, each, checkpoint) for each in (recorded, described.config))
+        misfits = own.differing - base.differing if own and base else own is None
+        return not misfits and not disagreements(checkpoint, family, dims)
     except (*UNUSABLE, ReshardError):
         return False
 

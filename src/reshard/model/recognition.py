@@ -51,7 +51,7 @@ def by_config(
         return known.speaking(config), []
     if model_type in BEYOND_MEGATRON:
         raise ReshardError(_beyond(str(model_type)))
-    fits = (_fit(each, config, checkpoint) for each in likeliest())
+    fits = (fit_of(each, config, checkpoint) for each in likeliest())
     best = min((fit for fit in fits if fit), key=lambda fit: len(fit.differing), default=None)
     if best is None:
         raise ReshardError(_unsupported(model_type, checkpoint))
@@ -163,7 +163,7 @@ def _unsupported(model_type: Any, checkpoint: Checkpoint) -> Problem:
     )
 
 
-class _FamilyFit(NamedTuple):
+class FamilyFit(NamedTuple):
     """The tensor shapes that a family expects for a config, and those in the checkpoint."""
 
     family: Family
@@ -190,7 +190,7 @@ class _FamilyFit(NamedTuple):
         return one_for_all(misfits, self.have.keys() | self.want.keys(), file)
 
 
-def _fit(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> _FamilyFit | None:
+def fit_of(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> FamilyFit | None:
     """How a checkpoint fits a family; None if its config cannot be read as one of that family."""
     try:
         text = family.config.text(config)
@@ -206,7 +206,7 @@ def _fit(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> _
     want = {name: bound.shape for name, bound in bounds.items()}
     apart = {*binding.copies, *family.carried(checkpoint.tensors, native=checkpoint.has_megatron_names)}
     have = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in apart}
-    return _FamilyFit(family, want, have)
+    return FamilyFit(family, want, have)
 
 
 def by_args(checkpoint: Checkpoint, family: Family | None) -> tuple[Family, list[str]]:
