@@ -176,7 +176,7 @@ class Output:
     trust: Annotated[
         str,
         About(
-            "Which to believe where config.json and the arguments in a Megatron checkpoint disagree.",
+            "Which to believe where config.json and the checkpoint disagree.",
             choices=("checkpoint", "config"),
             group=ADVANCED,
             only_reads=True,
