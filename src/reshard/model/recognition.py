@@ -137,7 +137,7 @@ def _alike(model_type: Any, family: Family, checkpoint: Checkpoint, settings: st
 def _differs(model_type: Any, family: Family, checkpoint: Checkpoint, known: str) -> Problem:
     return Problem(
         "model-type-differs" if checkpoint.has_hub_names else "model-type-differs-here",
-        f"the model is not computed as {family.name}, though its tensors are named as in {family.name}",
+        f"{family.name} computes something else than this model",
         file=str(checkpoint.root / "config.json"),
         rule=known,
         found=f"model_type {model_type}",

@@ -15,8 +15,8 @@ _NUMBERS = re.compile(
     r".*_(size|dim|rank|heads|layers|experts|groups?|per_tok|replace|window|scalar|theta|factor|eps)"
 )
 _SCALES = re.compile(
-    r".*multipliers?|.*soft_?cap(ping)?|clip_.*|.*(sliding|attention)_window(_size)?|"
-    r"scale_(emb|depth|embeddings)|.*(logits?|residual|embedding|depth)_scal(e|ing)"
+    r".*multipliers?|.*soft_?cap(ping)?|clip_.*|(?!max_).*window(_size|_len)?|scale_(emb|depth|embeddings)|"
+    r".*(logits?|residual|embedding|depth|value|route|routed)_scal(e|ing)(_factor)?"
 )
 """Names of settings that change what is computed: constants to multiply with, caps, windows."""
 _OBJECTS = ("rope_parameters", "rope_scaling", "quantization_config", "text_config")
