@@ -94,7 +94,8 @@ def _of_another_family(
     family, own = described.family, declared(recorded.get("model_type"))
     if family is None or own is None or own is family or family.within:
         return
-    args, text = own.config.to_args(recorded), family.config.text(described.config)
+    text = family.config.text(described.config)
+    args = own.config.to_args({**text, **recorded})
     for name, problem in foreign(family.config, text, args, WHERE):
         if trust != "config" or name in REARRANGED:
             yield replace(problem, remedy="pass the config that belongs to this checkpoint: --base DIR")
