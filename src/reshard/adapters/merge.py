@@ -12,6 +12,7 @@ from reshard.adapters.adapter_settings import merge_problems
 from reshard.adapters.embedding_and_head import HEAD, TOKEN_WEIGHTS, resize, untie
 from reshard.adapters.merged_weights import MergedWeight, ShiftedBias, WeightDelta
 from reshard.adapters.stacked_experts import ExpertStacks
+from reshard.adapters.task_head import head_of, head_without_task
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, concat
@@ -47,6 +48,8 @@ def merged(
     _replace(adapter.base, weights, types)
     untie(adapter, weights)
     _replace(adapter.whole, weights, types)
+    if head_of(adapter):
+        weights.pop(HEAD, None)
     resize(adapter, base, weights, tied=tied or HEAD not in base)
     for module, target in targets(adapter, weights, turned=turned):
         if isinstance(target, Problem):
@@ -85,10 +88,14 @@ def quantized_base(found: quantization.Quantization, path: Path | None = None) -
 
 def _trained(adapter: Adapter, weights: Mapping[str, Tensor]) -> Iterator[Problem]:
     """Problems of fully trained weights that the base lacks, or has in another shape; embeddings may have grown."""
+    head = head_of(adapter)
     for name, tensor in {**adapter.base, **adapter.whole}.items():
         there = weights.get(name)
+        if name in head:
+            continue
         if there is None and weights and name not in TOKEN_WEIGHTS:
-            yield _foreign(name, "a weight of that name", "none", tensor.file)
+            unmerged = head_without_task(name, tensor, adapter)
+            yield unmerged or _foreign(name, "a weight of that name", "none", tensor.file)
         elif (
             there is not None
             and there.shape[name in TOKEN_WEIGHTS :] != tensor.shape[name in TOKEN_WEIGHTS :]

@@ -11,6 +11,7 @@ from typing import Any
 from reshard import adapters
 from reshard.adapters import from_megatron
 from reshard.adapters.embedding_and_head import TOKEN_WEIGHTS, embedding_of, filled, unties
+from reshard.adapters.task_head import head_changes
 from reshard.algebra.tensors import Cells, Computed, Replica, Tensor, cells_of
 from reshard.base.errors import ReshardError
 from reshard.families import declared
@@ -62,6 +63,7 @@ def merged_source(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[C
     dropped[REPLACED] += _replaced(adapter, weights, result)
     dropped[PADDING] += _cut(weights, result)
     changes, notes = _changes(adapter, weights, result), _notes(adapter, base, result)
+    changes |= head_changes(adapter, own)
     if family:
         result = {family.hub_name(name): tensor for name, tensor in result.items()}
     return (
@@ -152,7 +154,7 @@ def _replaced(adapter: adapters.Adapter, weights: Mapping[str, Tensor], result: 
 def _cut(weights: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> int:
     """Bytes of the last rows of tables that the adapter's vocabulary lacks."""
     cut = {}
-    for name in TOKEN_WEIGHTS & weights.keys():
+    for name in TOKEN_WEIGHTS & weights.keys() & result.keys():
         now, table = cells_of(result[name].view), weights[name]
         if result[name].shape[0] < table.shape[0] and not {*now}.isdisjoint(cells_of(table.view)):
             cut[table.view] = _stored_bytes(Tensor(table.dtype, table.view[result[name].shape[0] :]))
