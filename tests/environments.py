@@ -68,6 +68,10 @@ ENVIRONMENTS = {
     # The same on a later torch: FSDP2 of torch 2.6 cannot do a backward pass on a CPU.
     "transformers-4.53-torch-2.13": Environment(_OF_JULY_2025, on=TESTS),
     "transformers-4.57": Environment(("transformers==4.57.6",), on=TESTS),
+    # Three ways in which PEFT has stored the pairs of stacked experts.
+    "peft-0.18": Environment(("transformers==5.6.0",), ("peft==0.18.1",), on=TESTS),
+    "peft-0.19.0": Environment(("transformers==5.4.0",), ("peft==0.19.0",), on=TESTS),
+    "peft-0.19.1": Environment(("transformers==5.4.0",), ("peft==0.19.1",), on=TESTS),
     "composer": Environment(
         (
             *("torchmetrics==1.7.4", "torch_optimizer==0.3.0", "coolname==2.2.0", "tabulate==0.9.0"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import reshard
@@ -15,7 +16,7 @@ from reshard.base.errors import ReshardError
 from tests.genuine import peft as genuine
 from tests.genuine import quantized
 from tests.genuine.model_types import TYPES, make_model_type
-from tests.judges import assert_merged, products_agree, tensors_of
+from tests.judges import assert_merged, assert_same_tensors, products_agree, tensors_of
 
 Model = Callable[..., Path]
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
@@ -122,6 +123,16 @@ def test_stacks_are_merged_into_quantized_and_sharded_bases_and_layouts(
 
     for other in ("first", "second", "third"):
         assert reshard.verify(tmp_path / "ours", tmp_path / other).equal, other
+
+
+@pytest.mark.parametrize("width", [SQUARE, 40])
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4"])
+def test_for_peft_they_lie_as_it_has_them(name: str, width: int, hf_model: Model, tmp_path: Path) -> None:
+    base = make_base(name, width, hf_model, tmp_path / "base")
+    adapter, _ = make_adapter(base, tmp_path, [GATE_UP, DOWN])
+    reshard.convert(adapter, tmp_path / "ours", base=base, adapter_for="peft")
+    ours, theirs = (load_file(each / "adapter_model.safetensors") for each in (tmp_path / "ours", adapter))
+    assert_same_tensors(ours, theirs)
 
 
 def test_pairs_that_fit_no_stack_are_refused(hf_model: Model, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -91,6 +92,10 @@ def find(checkpoint: Checkpoint, name: str | None = None, alpha: float | None = 
     if problems := list(type_problems(settings)):
         raise ReshardError(problems)
     parsed = {key: parse(key) for key in checkpoint.tensors}
+    if grouped := [
+        _grouped(key, tensor) for key, tensor in checkpoint.tensors.items() if _is_grouped(key, tensor)
+    ]:
+        raise ReshardError(one_for_all(grouped, checkpoint.tensors, str(checkpoint.path)))
     chosen = _chosen(parsed.values(), name, str(checkpoint.path))
     parts: dict[str, dict[tuple[str, str], Tensor]] = defaultdict(dict)
     for key, part in parsed.items():
@@ -113,6 +118,24 @@ def find(checkpoint: Checkpoint, name: str | None = None, alpha: float | None = 
         checkpoint.tensors[key].nbytes for key, part in parsed.items() if _is_of_another(part, chosen)
     )
     return Adapter(pairs, *_whole(checkpoint, parsed, chosen, settings), settings, others)
+
+
+def _is_grouped(key: str, tensor: Tensor) -> bool:
+    """Whether a tensor has a factor of each expert, as PEFT never has."""
+    return bool(_GROUPED.search(key)) or ("lora_" in key and len(tensor.shape) == 3)
+
+
+def _grouped(key: str, tensor: Tensor) -> Problem:
+    return Problem(
+        "adapter-experts-grouped",
+        "the pairs of experts are grouped in a layout that PEFT does not have",
+        tensor=key,
+        file=tensor.file,
+        rule="each expert has a pair of its own, or all share one pair of two dimensions",
+        found=str(list(tensor.shape)),
+        remedy="export it again with the tool that trained it: build_lora_adapter of tinker_cookbook.weights, "
+        "expand_shared_outer=True of Megatron-Bridge, or a newer release of NeMo AutoModel",
+    )
 
 
 def _is_of_another(part: PairPart | WholeWeight, chosen: str) -> bool:
@@ -164,6 +187,8 @@ def _chosen(parts: Iterable[PairPart | WholeWeight], name: str | None, file: str
     )
 
 
+_GROUPED = re.compile(r"\.lora_(?:gate_and_up|down)_[AB]$")
+"""NeMo AutoModel's names for the factors [E, in, r] and [E, r, out] of all experts."""
 _KINDS = (("lora_A", "lora_B", "weight"), ("lora_embedding_A", "lora_embedding_B", ""))
 
 

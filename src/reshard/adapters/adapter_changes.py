@@ -170,10 +170,15 @@ def _layers(weights: Mapping[str, Tensor]) -> dict[str, ExpertChanges]:
     return found
 
 
+def inputs_first(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
+    """Whether stacks of these shapes are [E, inputs, outputs]: gate and up are twice as wide as the input of down."""
+    _, rows, columns = gate_up
+    return (rows, columns) != (2 * down[2], down[1])
+
+
 def _stack(module: str, gate_up: tuple[int, ...], down: tuple[int, ...]) -> ExpertChanges:
-    """Stacked experts: gate and up together are twice as wide as the input of down, whichever axis that is."""
     count, rows, columns = gate_up
-    if (rows, down[2]) == (2 * down[2], down[2]) and columns == down[1]:
+    if not inputs_first(gate_up, down):
         return ExpertChanges(module, count, {}, {GATE_UP: (rows, columns), DOWN: (down[1], down[2])})
     return _TransposedExperts(module, count, {}, {GATE_UP: (columns, rows), DOWN: (down[2], down[1])})
 
@@ -207,8 +212,12 @@ def apart(experts: ExpertChanges) -> Iterator[tuple[str, ScaledPair]]:
             )
 
 
-def stacked(experts: ExpertChanges, same: Same, *, both: bool) -> Iterator[tuple[str, ScaledPair]]:
+def stacked(
+    experts: ExpertChanges, same: Same, *, both: bool, turned: bool
+) -> Iterator[tuple[str, ScaledPair]]:
     """One change for each stack of a layer: "gate_up" and "down", or only those that the adapter has.
+
+    With `turned`, lora_A has the outputs of each matrix and lora_B its inputs.
 
     Raises ValueError if the experts are changed with different strengths.
     """
@@ -220,7 +229,10 @@ def stacked(experts: ExpertChanges, same: Same, *, both: bool) -> Iterator[tuple
         each = [[filled[index, part] for part in parts] for index in range(experts.count)]
         if len({change.scale for changes in each for change in changes}) > 1:
             raise ValueError(role)
-        yield role, _stacked(_joined(each, same))
+        changes = _joined(each, same)
+        if turned:
+            changes = [change._replace(pair=turned_pair(change.pair)) for change in changes]
+        yield role, _stacked(changes)
 
 
 def _joined(each: list[list[ScaledPair]], same: Same) -> list[ScaledPair]:

@@ -11,7 +11,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,14 @@ PARENTS_SEARCHED = 3
 class AdapterSettings:
     """`config` has the keys of adapter_config.json, as far as the file `source` has values for them.
 
-    `written` says that it is that file, complete. Raises ReshardError if its patterns are not regular expressions.
+    `written` says that it is that file, complete. With `rounded`, the tool rounds the product of a pair to the dtype of
+    the weight before it adds it. Raises ReshardError if its patterns are not regular expressions.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
     written: bool = False
+    rounded: bool = False
 
     @property
     def base(self) -> str | None:
@@ -159,7 +161,7 @@ def find_settings(checkpoint: Checkpoint, alpha: float | None = None) -> Adapter
     if alpha is None:
         return found
     config = {key: value for key, value in found.config.items() if key != "alpha_pattern"}
-    return AdapterSettings({**config, "lora_alpha": alpha}, found.source or "--lora-alpha", found.written)
+    return replace(found, config={**config, "lora_alpha": alpha}, source=found.source or "--lora-alpha")
 
 
 def _folders(checkpoint: Checkpoint) -> Iterator[Path]:
@@ -171,9 +173,7 @@ def _folders(checkpoint: Checkpoint) -> Iterator[Path]:
 def _in(folder: Path, sources: Sources) -> Iterator[AdapterSettings]:
     """The settings in one folder, from the most reliable file on."""
     if (folder / ADAPTER_CONFIG).is_file() and belongs(folder / ADAPTER_CONFIG, folder, sources):
-        yield AdapterSettings(
-            read_object(folder / ADAPTER_CONFIG, sources), str(folder / ADAPTER_CONFIG), written=True
-        )
+        yield _in_adapter_config(folder / ADAPTER_CONFIG, sources)
     for name, keys in TRAINING_NOTES.items():
         if (folder / name).is_file() and (content := _known(_object(folder / name, sources), keys)):
             yield AdapterSettings(content, str(folder / name))
@@ -183,6 +183,20 @@ def _in(folder: Path, sources: Sources) -> Iterator[AdapterSettings]:
             told = told.get(part) if isinstance(told, Mapping) else None
         if isinstance(told, Mapping) and (content := _known({**defaults(told), **_given(told)}, called)):
             yield AdapterSettings(content, str(folder / name))
+
+
+def _in_adapter_config(path: Path, sources: Sources) -> AdapterSettings:
+    """The settings in a file that PEFT wrote, or mlx-lm under the same name, whose scale is alpha/r."""
+    content = read_object(path, sources)
+    lora = content.get("lora_parameters")
+    if not isinstance(lora, Mapping):
+        return AdapterSettings(content, str(path), written=True)
+    rank, scale = lora.get("rank"), lora.get("scale")
+    known: dict[str, Any] = {"r": rank, "lora_dropout": lora.get("dropout")}
+    if isinstance(rank, int) and isinstance(scale, int | float):
+        known["lora_alpha"] = rank * scale
+    known["base_model_name_or_path"] = content.get("model")
+    return AdapterSettings(_given(known), str(path), rounded=True)
 
 
 def _given(told: Mapping[str, Any]) -> dict[str, Any]:

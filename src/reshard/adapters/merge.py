@@ -113,7 +113,7 @@ def targets(
     adapter: Adapter, weights: Mapping[str, Tensor], *, turned: bool
 ) -> Iterator[tuple[str, MergeTarget | Problem]]:
     """The weights that each module's pair changes, or why there are none."""
-    stacks = ExpertStacks(weights, adapter.pairs, turned=turned)
+    stacks = ExpertStacks(weights, adapter, transposed=turned)
     for module, pair in adapter.pairs.items():
         for target in _targets(adapter, module, pair, weights, stacks):
             yield module, target
@@ -126,6 +126,9 @@ def _targets(
     settings = adapter.settings
     if stacks.holds(module):
         found = stacks.parts(module, pair)
+        if isinstance(found, Problem):
+            yield found
+            return
         if not found:
             yield _foreign(module, "stacked experts of these sizes", _shapes(pair), pair.a.file)
         for parameter, weight, pairs in found:
@@ -145,7 +148,7 @@ def _targets(
         yield _not_a_float(weight, weights[weight])
     else:
         named = any(f".{module}.weight".endswith(f".{parameter}") for parameter in settings.parameters)
-        rounded = named or pair.embedding or bool(_EXPERT.search(weight))
+        rounded = named or pair.embedding or settings.rounded or bool(_EXPERT.search(weight))
         yield MergeTarget(weight, (pair,), settings.scale(module, pair.rank), rounded)
 
 

@@ -2,9 +2,8 @@
 
 transformers 5 stores them in two parameters, `experts.gate_up_proj` [E, 2F, H] and `experts.down_proj` [E, H, F]. The
 Hub has each expert's weights one by one, or the same stacks, or stacks of [inputs, outputs]. PEFT wraps one parameter
-inside the other, so the name of a module alone does not distinguish them; the shapes do. Rows of lora_A are ordered by
-expert, then by rank; columns of lora_B by rank, then by expert. Source: `ParamWrapper` in `tuners/lora/layer.py` of
-PEFT 0.21.
+inside the other, so the name of a module alone does not distinguish them; the shapes do. `expert_layout.py` says how
+the factors of all experts lie in the pair.
 """
 
 from __future__ import annotations
@@ -14,9 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from reshard.adapters.adapter import LowRankPair
+from reshard.adapters.adapter import Adapter, LowRankPair
+from reshard.adapters.expert_layout import ExpertLayout, expert_layout, order_unknown, sides_unknown
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
+from reshard.base.errors import Problem
 
 ROLE_OF_PROJECTION = {
     "gate_proj": "gate",
@@ -27,6 +28,9 @@ ROLE_OF_PROJECTION = {
     "w2": "down",
 }
 _WRAPPED = re.compile(r"(\.base_layer)+$")
+_OF_EXPERT = re.compile(
+    rf"(?P<module>.+\.experts)\.(?P<index>\d+)\.(?P<name>{'|'.join(ROLE_OF_PROJECTION)})\.weight"
+)
 
 
 class StackedChange(NamedTuple):
@@ -40,96 +44,119 @@ class StackedChange(NamedTuple):
     pairs: tuple[LowRankPair, ...]
 
 
-class ExpertStacks:
-    """The stacked experts among `weights`, by module.
+class _Stack(NamedTuple):
+    """The matrices [rows, columns] of all experts of a layer that are one parameter in memory.
 
-    `pairs` are all of an adapter. `turned` says that lora_A belongs to the rows of each matrix and lora_B to its
-    columns; it applies to square matrices if no other pair shows it.
+    `split` has, for each expert, the names of the weights that its matrix consists of, with their rows; it is empty if
+    the weights are a stack, too.
     """
 
-    def __init__(
-        self, weights: Mapping[str, Tensor], pairs: Mapping[str, LowRankPair], *, turned: bool
-    ) -> None:
+    parameter: str
+    experts: int
+    rows: int
+    columns: int
+    split: tuple[tuple[tuple[str, slice], ...], ...] = ()
+
+    def fits(self, pair: LowRankPair) -> bool:
+        """Whether a pair changes matrices of this size, with either factor on either side."""
+        sizes = sorted((self.rows, self.columns))
+        return self.experts > 0 == pair.rank % self.experts and sizes == sorted(
+            (pair.b.shape[0], pair.a.shape[1])
+        )
+
+
+class ExpertStacks:
+    """The stacked experts among `weights`, by module, as the pairs of `adapter` change them.
+
+    `transposed` is `Family.turned_pairs`.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], adapter: Adapter, *, transposed: bool) -> None:
         self._weights = weights
         self._names: dict[str, list[str]] = defaultdict(list)
+        self._experts: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
         for name, tensor in weights.items():
             if len(tensor.shape) == 3:
                 self._names[name.rpartition(".")[0]].append(name)
-        self._turned = next(self._evidence(pairs), turned)
+            elif match := _OF_EXPERT.fullmatch(name):
+                roles = self._experts[_in_memory(match["module"])][int(match["index"])]
+                roles[ROLE_OF_PROJECTION[match["name"]]] = name
+        self._settings = adapter.settings
+        layout = expert_layout(adapter.settings, transposed=transposed)
+        self._layout = layout._replace(turned=next(self._evidence(adapter), layout.turned))
 
     def holds(self, module: str) -> bool:
         """Whether a module contains all experts of a layer."""
-        return bool(self._stacked(module) or self._experts(module))
+        place = _WRAPPED.sub("", module)
+        return place in self._names or _in_memory(place) in self._experts
 
-    def parts(self, module: str, pair: LowRankPair) -> list[StackedChange]:
-        """The pair of each expert, as views into the stacked pair; none if the shapes fit no stack, or several."""
-        if not self._stacked(module):
-            return self._one_by_one(module, pair)
-        fitting = [name for name in self._stacked(module) if self._fits(name, pair)]
+    def parts(self, module: str, pair: LowRankPair) -> list[StackedChange] | Problem:
+        """The pair of each expert, as views into the stacked pair; none if the shapes fit no stack, or several.
+
+        A problem if neither the shapes nor the settings tell how the factors lie in the pair.
+        """
+        fitting = [stack for stack in self._stacks(module) if stack.fits(pair)]
         if len(fitting) != 1:
             return []
-        (name,) = fitting
-        count, rows, columns = self._weights[name].shape
-        turned = self._turned if rows == columns else pair.b.shape[0] != rows
-        pairs = (turned_pair(part) if turned else part for part in _split(pair, count))
-        return [StackedChange(name, name, tuple(pairs))]
-
-    def _stacked(self, module: str) -> list[str]:
-        return self._names.get(_WRAPPED.sub("", module), [])
-
-    def _fits(self, name: str, pair: LowRankPair) -> bool:
-        count, *sizes = self._weights[name].shape
-        return count > 0 == pair.rank % count and sorted(sizes) == sorted((pair.b.shape[0], pair.a.shape[1]))
-
-    def _evidence(self, pairs: Mapping[str, LowRankPair]) -> Iterator[bool]:
-        """Whether pairs of other stacks, which are not square, are turned."""
-        for module, pair in pairs.items():
-            for name in self._stacked(module):
-                _, rows, columns = self._weights[name].shape
-                if rows != columns and self._fits(name, pair):
-                    yield pair.b.shape[0] != rows
-
-    def _one_by_one(self, module: str, pair: LowRankPair) -> list[StackedChange]:
-        """The parts if the weights of each expert are separate tensors."""
-        experts = self._experts(module)
-        count = len(experts)
-        if pair.rank % count or any(roles.keys() != {"gate", "up", "down"} for roles in experts.values()):
-            return []
-        ffn, hidden = self._weights[experts[min(experts)]["gate"]].shape
-        own = {"gate": slice(0, ffn), "up": slice(ffn, 2 * ffn)}
-        changed = (pair.b.shape[0], pair.a.shape[1])
-        if changed == (hidden, ffn):
-            own = {"down": slice(0, hidden)}
-        elif changed != (2 * ffn, hidden):
-            return []
-        place = _WRAPPED.sub("", module)
-        parameter = f"{place}.{'down_proj' if len(own) == 1 else 'gate_up_proj'}"
+        (stack,) = fitting
+        square = stack.rows == stack.columns
+        turned = self._layout.turned if square else pair.b.shape[0] != stack.rows
+        if turned is None:
+            return sides_unknown(module, self._settings)
+        if self._layout.by_expert is None and stack.experts < pair.rank:
+            return order_unknown(module, self._settings)
+        pairs = _split(pair, stack.experts, ExpertLayout(turned, self._layout.by_expert))
+        if not stack.split:
+            return [StackedChange(stack.parameter, stack.parameter, tuple(pairs))]
         return [
-            StackedChange(parameter, names[role], (LowRankPair(part.a, like(part.b, part.b.view[rows])),))
-            for (_, names), part in zip(sorted(experts.items()), _split(pair, count), strict=True)
-            for role, rows in own.items()
+            StackedChange(stack.parameter, name, (LowRankPair(part.a, like(part.b, part.b.view[rows])),))
+            for part, weights in zip(pairs, stack.split, strict=True)
+            for name, rows in weights
         ]
 
-    def _experts(self, module: str) -> dict[int, dict[str, str]]:
-        """The weight names of each expert below a module, by role."""
+    def _evidence(self, adapter: Adapter) -> Iterator[bool]:
+        """Whether pairs of stacks that are not square are turned: one release of PEFT made all of them."""
+        for module, pair in adapter.pairs.items():
+            for stack in self._stacks(module):
+                if stack.rows != stack.columns and stack.fits(pair):
+                    yield pair.b.shape[0] != stack.rows
+
+    def _stacks(self, module: str) -> list[_Stack]:
+        """The stacks of a module, which may be separate weights on the Hub."""
         place = _WRAPPED.sub("", module)
-        if not place.endswith(".experts"):
-            return {}
-        found: dict[int, dict[str, str]] = {}
-        for spelling in (place, place.replace(".mlp.", ".block_sparse_moe.")):
-            pattern = re.compile(rf"{re.escape(spelling)}\.(\d+)\.({'|'.join(ROLE_OF_PROJECTION)})\.weight")
-            for name in self._weights:
-                if match := pattern.fullmatch(name):
-                    found.setdefault(int(match[1]), {})[ROLE_OF_PROJECTION[match[2]]] = name
-        return found
+        if place in self._names:
+            shapes = ((name, self._weights[name].shape) for name in self._names[place])
+            return [_Stack(name, count, rows, columns) for name, (count, rows, columns) in shapes]
+        experts = [roles for _, roles in sorted(self._experts.get(_in_memory(place), {}).items())]
+        if not experts or any(roles.keys() != {"gate", "up", "down"} for roles in experts):
+            return []
+        ffn, hidden = self._weights[experts[0]["gate"]].shape
+        gate, up = slice(0, ffn), slice(ffn, 2 * ffn)
+        gate_up = tuple(((roles["gate"], gate), (roles["up"], up)) for roles in experts)
+        down = tuple(((roles["down"], slice(0, hidden)),) for roles in experts)
+        return [
+            _Stack(f"{place}.gate_up_proj", len(experts), 2 * ffn, hidden, gate_up),
+            _Stack(f"{place}.down_proj", len(experts), hidden, ffn, down),
+        ]
 
 
-def _split(pair: LowRankPair, count: int) -> Iterator[LowRankPair]:
-    """The pair of each of `count` experts."""
+def _in_memory(module: str) -> str:
+    """transformers 5 calls every mixture `mlp`, but the Hub's Mixtral does not."""
+    return module.replace(".block_sparse_moe.", ".mlp.")
+
+
+def _split(pair: LowRankPair, count: int, layout: ExpertLayout) -> Iterator[LowRankPair]:
+    """The pair of each of `count` experts, of [rows, columns]."""
     rank = pair.rank // count
-    a, b = pair.a.view.split(0, count, rank), pair.b.view.split(1, rank, count)
+    a = pair.a.view.split(0, count, rank)
+    b = (
+        pair.b.view.split(1, count, rank).permute(0, 2, 1)
+        if layout.by_expert
+        else pair.b.view.split(1, rank, count)
+    )
     for index in range(count):
-        yield LowRankPair(like(pair.a, a[index]), like(pair.b, b[:, :, index]))
+        part = LowRankPair(like(pair.a, a[index]), like(pair.b, b[:, :, index]))
+        yield turned_pair(part) if layout.turned else part
 
 
 def turned_pair(pair: LowRankPair) -> LowRankPair:

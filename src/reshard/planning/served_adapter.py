@@ -18,8 +18,10 @@ from reshard.adapters.adapter_changes import (
     ScaledPair,
     apart,
     changes,
+    inputs_first,
     stacked,
 )
+from reshard.adapters.expert_layout import ORDER, WRITTEN_LAYOUT
 from reshard.adapters.peft_config import target_modules
 from reshard.adapters.peft_names import PREFIX
 from reshard.adapters.serving_engines import (
@@ -75,19 +77,24 @@ class _AdaptedModel:
     def _module(rename: Any, name: str) -> str:
         return str(rename(f"{name}.weight")).removesuffix(".weight")
 
-    def stacks(self) -> set[str]:
-        """The names in memory of the modules of experts that are stacks there."""
+    def stacks(self) -> dict[str, bool]:
+        """The modules of experts that are stacks in memory, by their names there, and whether PEFT turns their pairs.
+
+        PEFT takes every stack for [E, outputs, inputs] unless its module has `is_transposed`.
+        """
         live: MemoryNames | None = live_names(self.config, self.family.name if self.family else None)
         hub = (
             Planned(self.family.hub_name(name) if self.family else name, t.dtype, t.shape, partial(_view, t))
             for name, t in self.weights.items()
         )
-        names = {each.name for each in live_tensors(hub, live)}
-        return {
-            name.removesuffix(".gate_up_proj")
-            for name in names
-            if name.endswith(".experts.gate_up_proj") and name.replace("gate_up_proj", "down_proj") in names
-        }
+        shapes = {each.name: each.shape for each in live_tensors(hub, live)}
+        is_transposed = bool(self.family and self.family.turned_pairs)
+        found = {}
+        for name, shape in shapes.items():
+            down = shapes.get(name.replace("gate_up_proj", "down_proj"))
+            if name.endswith(".experts.gate_up_proj") and down:
+                found[name.removesuffix(".gate_up_proj")] = inputs_first(shape, down) and not is_transposed
+        return found
 
 
 def served(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, int], list[str]]:
@@ -173,7 +180,7 @@ class _ServedChanges:
         self.modules: dict[str, ScaledPair] = {}
         self.parameters: dict[str, str] = {}
         self.uneven: list[str] = []
-        stacks = base.stacks() if in_memory and found.experts else set()
+        stacks = base.stacks() if in_memory and found.experts else {}
         for module, change in linears.items():
             hub = base.hub(module)
             self.modules[base.live(hub) if in_memory else hub] = change
@@ -181,13 +188,13 @@ class _ServedChanges:
             own = replace(experts, module=base.hub(f"{experts.module}.0.x").removesuffix(".0.x"))
             live = base.live(f"{own.module}.0.x").removesuffix(".0.x")
             if (live in stacks) if in_memory else engine.stacks(_type(base)):
-                self._stack(own, live if in_memory else own.module)
+                self._stack(own, live if in_memory else own.module, turned=stacks.get(live, False))
             else:
                 self.modules |= dict(apart(own))
 
-    def _stack(self, experts: ExpertChanges, module: str) -> None:
+    def _stack(self, experts: ExpertChanges, module: str, *, turned: bool) -> None:
         try:
-            found = dict(stacked(experts, same_bytes, both=self._engine.name != PEFT))
+            found = dict(stacked(experts, same_bytes, both=self._engine.name != PEFT, turned=turned))
         except ValueError:
             self.uneven.append(experts.module)
             return
@@ -243,7 +250,8 @@ class _ServedChanges:
         }
         rest = {"bias": "none", "modules_to_save": None, "fan_in_fan_out": False, "init_lora_weights": True}
         if self.parameters or own.get("target_parameters"):
-            made["target_parameters"] = _ends(self.parameters.values())
+            own = {key: value for key, value in own.items() if key != ORDER}
+            made |= {"target_parameters": _ends(self.parameters.values()), **WRITTEN_LAYOUT}
         return {**rest, **own, **made}
 
     def _targets(self, adapter: Adapter) -> list[str]:
