@@ -1,8 +1,9 @@
 """Run in an environment with mlx-lm: `run_mlx.py JOBS` does what a JSON file asks, one job after the other.
 
 A job is an object with `do`: "convert" a Hugging Face folder with mlx_lm.convert, "load" an MLX folder strictly and
-save logits, "see" what mlx-vlm makes of a folder, "compute" what mlx does with a weight, or make the "sample" in
-tests/data. What each raises is printed, by the number of the job, as JSON.
+save logits, "see" what mlx-vlm makes of a folder, "compute" what mlx does with a weight, make the "sample" in
+tests/data, or "adapt" a folder: an adapter as mlx_lm.lora leaves it, and what mlx_lm.fuse makes of it. What each raises
+is printed, by the number of the job, as JSON.
 """
 
 from __future__ import annotations
@@ -68,7 +69,43 @@ def sample(folder: str) -> None:
     save_config(config, Path(folder) / "config.json")
 
 
-JOBS: dict[str, Any] = {"convert": convert, "load": load, "compute": compute, "see": see, "sample": sample}
+def adapt(folder: str, out: str, kind: str = "lora", keys: list[str] | None = None) -> None:
+    """Save an adapter of a folder to `out`/adapters, as `mlx_lm.lora` does, and the fused model to `out`/fused."""
+    from mlx.utils import tree_flatten, tree_unflatten
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from mlx_lm.utils import save_config, save_model
+
+    model, config = load_model(Path(folder))
+    model.freeze()
+    parameters = {"rank": 4, "scale": 5.0, "dropout": 0.0, **({"keys": keys} if keys else {})}
+    if kind == "full":
+        model.layers[-1].unfreeze()
+    else:
+        linear_to_lora_layers(model, 2, parameters, use_dora=kind == "dora")
+    trained = {
+        name: each + 0.1 * mx.random.normal(each.shape)
+        for name, each in tree_flatten(model.trainable_parameters())
+    }
+    model.load_weights(list(trained.items()), strict=False)
+    adapters, fused = Path(out) / "adapters", Path(out) / "fused"
+    adapters.mkdir(parents=True)
+    mx.save_safetensors(str(adapters / "adapters.safetensors"), trained)
+    settings = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": parameters, "model": folder}
+    save_config(settings, adapters / "adapter_config.json")
+    made = [(name, each.fuse()) for name, each in model.named_modules() if hasattr(each, "fuse")]
+    model.update_modules(tree_unflatten(made))
+    save_model(fused, model)
+    save_config(config, fused / "config.json")
+
+
+JOBS: dict[str, Any] = {
+    "convert": convert,
+    "load": load,
+    "compute": compute,
+    "see": see,
+    "sample": sample,
+    "adapt": adapt,
+}
 
 
 def failure(job: dict[str, Any]) -> str | None:

@@ -54,6 +54,7 @@ FORMATS = Registry(
         fsdp_ranks.FORMAT,
         deepspeed.FORMAT,
         peft.FORMAT,
+        mlx.ADAPTER,
         *tables.FORMATS,
         internlm.FORMAT,
         mlx.FORMAT,

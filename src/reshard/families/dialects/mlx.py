@@ -95,6 +95,8 @@ def _apart(experts: str, to: str, *first: Operation) -> Iterator[Renaming]:
 _W123 = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _BLOCK_SPARSE = tuple(_stacked("block_sparse_moe.experts", "block_sparse_moe.switch_mlp", _W123))
 _SWITCH = tuple(_stacked("mlp.experts", "mlp.switch_mlp"))
+SWITCH_RULES = (*_SWITCH, *_BLOCK_SPARSE)
+"""The experts of every mixture that the Hub has one by one and MLX stacks below `switch_mlp`."""
 _ABSORBED = rule_of(
     "self_attn.kv_b_proj.weight",
     ("self_attn.embed_q.weight", "self_attn.unembed_out.weight"),

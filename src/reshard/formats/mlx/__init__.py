@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reshard.formats import huggingface
 from reshard.formats.contract import Format
-from reshard.formats.mlx import folder, write
+from reshard.formats.mlx import adapter, folder, write
 
 FORMAT = Format(
     folder.NAME,
@@ -18,4 +18,6 @@ FORMAT = Format(
     judged=("mlx-lm", "mlx-vlm"),
 )
 
-__all__ = ["FORMAT"]
+ADAPTER = adapter.FORMAT
+
+__all__ = ["ADAPTER", "FORMAT"]
