@@ -240,6 +240,19 @@ def test_ranks_believe_nothing_of_earlier_launches(make_run: Callable[..., Run])
     assert told == {"PATH": "/bin", "OMP_NUM_THREADS": "5", "TOKENIZERS_PARALLELISM": "false"}
 
 
+def test_ranks_get_no_variable_that_reshard_set_for_itself(make_run: Callable[..., Run]) -> None:
+    code = (
+        "import sys; from pathlib import Path; import reshard.cli; from reshard.training.launching import launch\n"
+        "from reshard.training.run import Run\n"
+        "print({'OPENBLAS_NUM_THREADS', 'LC_CTYPE'} & launch.environment(Run.read(Path(sys.argv[1]))).keys())"
+    )
+    run = make_run()
+    launch._prepare(run, {})
+    words = [sys.executable, "-c", code, str(run.output)]
+    done = subprocess.run(words, env={"LC_ALL": ""}, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 def test_nodes_meet_at_the_first_one(make_run: Callable[..., Run]) -> None:
     words = launch.command(make_run(ranks=RunProcesses(8, 2, 1, "gpu07:29500")))
     assert {"--nnodes=2", "--node-rank=1", "--master-addr=gpu07", "--master-port=29500"} <= set(words)

@@ -21,10 +21,11 @@ from click.shell_completion import CompletionItem
 
 from reshard.base.errors import Problem, ReshardError, can_reserve, is_no_memory, no_memory
 from reshard.base.interrupts import INTERRUPTED_STATUS, raise_again
+from reshard.base.start_environment import set_for_this_process
 from reshard.cli.usage import Group, WrongUsageError, problems_of_usage
 from reshard.version import __version__
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+set_for_this_process("OPENBLAS_NUM_THREADS", "1")
 """numpy reads this on import. reshard has its own threads, and OpenBLAS's would spin against them: merging an adapter
 took four times the processor time."""
 

@@ -16,6 +16,7 @@ from reshard.base.errors import ReshardError
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.interrupts import ignored
 from reshard.base.plain_json import put
+from reshard.base.start_environment import start_environment
 from reshard.guard.before.checkpoint_output import of_options
 from reshard.guard.before.command_checks import Checked, check
 from reshard.guard.before.resources import models_of
@@ -44,8 +45,9 @@ def guarded(
 ) -> EndReport:
     """Run a command under guard, with its stdout on the descriptor `stdout`. Raises ReshardError if it is refused."""
     here = Path.cwd()  # a command may go on in another folder: command.folder
-    as_started(words, os.environ, here)
-    command = read_command(words, os.environ, here)
+    environment = start_environment()
+    as_started(words, environment, here)
+    command = read_command(words, environment, here)
     if problems := list(of_options(options, command)):
         raise ReshardError(problems)
     checked = _checked(command, GuardScreen(quiet=quiet)) if options.check else Checked()
@@ -63,9 +65,9 @@ def guarded(
     relay = OutputRelay.of(folder / LOG, stdout=stdout)
     screen = GuardScreen(relay, quiet=quiet)
     screen.print(f"output is kept in {folder / LOG}")
-    environment = {**os.environ, FOLDER_VARIABLE: str(folder)}
+    starts = as_started(continuing(ran, options) or words, environment, here)
+    environment[FOLDER_VARIABLE] = str(folder)
     watchers = watchers_of(options, folder, environment)
-    starts = as_started(continuing(ran, options) or words, os.environ, here)
     kills = oom_kills()
     start = partial(started, starts, environment, here, relay)
     outcome = supervise(start, relay, watchers, screen.say)

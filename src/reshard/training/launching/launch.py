@@ -23,6 +23,7 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError, RunFailedError
 from reshard.base.foreign_text import escape
 from reshard.base.plain_json import put
+from reshard.base.start_environment import start_environment
 from reshard.guard.end.completeness import RUN_RECORD
 from reshard.guard.screen import print_notice
 from reshard.guard.supervise import node_meeting
@@ -143,7 +144,7 @@ def of_node(run: Run, name: str) -> str:
 
 def environment(run: Run, given: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of the ranks: without variables of earlier launches, and with no more threads than cores."""
-    told = dict(os.environ if given is None else given)
+    told = start_environment() if given is None else dict(given)
     forget(told)
     for name, value in _defaults(run, one_node=run.ranks.nnodes == 1).items():
         told.setdefault(name, value)
