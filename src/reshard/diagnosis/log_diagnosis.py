@@ -18,8 +18,6 @@ from reshard.diagnosis.text.text_files import PROBED_BYTES, encoding_of, lines_o
 from reshard.stores import as_path
 
 STDIN = "-"
-MAX_TEXT_BYTES = 64 << 20
-"""Maximum bytes to keep as one text; files of any size are read line by line."""
 
 
 def diagnose_log(target: str) -> list[Finding]:

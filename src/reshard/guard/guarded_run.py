@@ -72,7 +72,8 @@ def guarded(
     start = partial(started, starts, environment, here, relay)
     outcome = supervise(start, relay, watchers, screen.say)
     try:
-        report = ended(replace(ran, oom_kills=oom_kills() - kills), outcome, options, screen.print)
+        ran = replace(ran, oom_kills=oom_kills() - kills, tracebacks=tuple(relay.tracebacks))
+        report = ended(ran, outcome, options, screen.print)
         report = _among_nodes(report, command, options, screen)
     except KeyboardInterrupt:
         if not outcome.status:

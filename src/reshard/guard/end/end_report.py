@@ -81,6 +81,8 @@ class EndedCommand:
     tools: frozenset[str] = frozenset()
     oom_kills: int = 0
     """Since the start."""
+    tracebacks: tuple[int, ...] = ()
+    """Where the first ones are in the log, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ class _End:
             return Failure.of_notice(stopped)
         ran, notices = self.ran, tuple(self.outcome.notices)
         scripts = (ran.started.script,) if ran.started.script else ()
-        how = (ran.ranks, ran.oom_kills, self.outcome.status, notices)
+        how = (ran.ranks, ran.oom_kills, self.outcome.status, notices, ran.tracebacks)
         return read_failure(ran.log, RunEvidence(ran.tools, scripts, ran.output, *how))
 
     def _resume(self, saved: SavedCheckpoints) -> Resume | None:

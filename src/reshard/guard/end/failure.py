@@ -20,7 +20,7 @@ from reshard.base.foreign_text import escape, escape_lines
 from reshard.checks.finding import UNKNOWN_FAILURE, Finding
 from reshard.checks.phrases import aside
 from reshard.checks.root_causes import combined
-from reshard.diagnosis.log_diagnosis import MAX_TEXT_BYTES, diagnose_text
+from reshard.diagnosis.log_diagnosis import diagnose_text
 from reshard.diagnosis.remedy_spelling import RunTools, spelled
 from reshard.diagnosis.targets.checkpoint_problems import of_recorded
 from reshard.diagnosis.targets.environments import diagnose_environment
@@ -28,6 +28,7 @@ from reshard.diagnosis.targets.training_scripts import diagnose_script
 from reshard.diagnosis.text.first_failure import first_failure
 from reshard.diagnosis.text.log import Log, LogLine, Traceback, read_log
 from reshard.diagnosis.text.partial_failures import EXIT_STATUS, is_consequence
+from reshard.guard.end.log_parts import read_parts
 from reshard.guard.supervise.output_relay import without_times
 from reshard.guard.supervise.signal_passing import signal_name
 from reshard.guard.watch.watcher import Notice
@@ -60,6 +61,8 @@ class RunEvidence:
     status: int = 0
     """Exit status of the command, as in a shell."""
     notices: tuple[Notice, ...] = ()
+    tracebacks: tuple[int, ...] = ()
+    """Where the first tracebacks are in the log, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +109,8 @@ def _row(finding: Finding, language: str) -> dict[str, Any]:
 def read_failure(log: Path, seen: RunEvidence) -> Failure:
     """The failure in the log of all ranks."""
     content = ""
-    with (
-        suppress(FileNotFoundError),
-        log.open("rb") as file,
-    ):  # the command may have cleaned the working folder
-        size = file.seek(0, 2)
-        file.seek(max(size - MAX_TEXT_BYTES, 0))
-        content = without_times(file.read().decode("utf-8", "replace"))
+    with suppress(FileNotFoundError):  # the command may have cleaned the working folder
+        content = without_times(read_parts(log, seen.tracebacks))
     failure = failure_in(str(log), content, seen)
     full = next(
         (each for each in _folders(seen, log) if shutil.disk_usage(each).free < DISK_FULL_BYTES), None

@@ -17,22 +17,23 @@ import select
 import termios
 import time
 import tty
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
+from reshard.guard.supervise.line_sample import LineSample
 from reshard.guard.watch.watcher import OutputLine
 
 MAX_LINE = 1 << 16
 """Bytes after which a line without an end is taken for a line."""
 CHUNK_BYTES = 1 << 16
-LAST_LINES = 32
-"""Lines of a chunk that are looked at, besides those with a loss: to look at each would slow a command that prints
-megabytes in a second."""
+TRACEBACK = b"Traceback (most recent call last)"
+MAX_TRACEBACKS = 4
+"""Tracebacks whose place in the log is noted: the first failure may be far from the end of a long log."""
 _RANK = re.compile(r"\[(?:rank|default)(\d+)\]:")
 """What torch and torchrun --tee put before the lines of a rank."""
-_ENDS = re.compile(rb"[\r\n]")
 
 
 @dataclass
@@ -59,6 +60,7 @@ class OutputStream:
     """What the target does not take yet. Until it does, no more is read, so that the command waits as well."""
     error: OSError | None = None
     """Why the target takes nothing more."""
+    sample: LineSample = field(default_factory=LineSample)
 
     @property
     def awaited(self) -> tuple[int, int]:
@@ -86,7 +88,17 @@ class OutputStream:
             fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
 
     def read(self) -> bytes | None:
-        """What the command has written since the last call; None at its end. A pseudo-terminal ends with EIO."""
+        """What the command has written since the last call; None at its end."""
+        chunks: list[bytes] = []
+        while sum(map(len, chunks)) < CHUNK_BYTES:  # a pseudo-terminal returns at most a page at once
+            chunk = self._read_once()
+            if not chunk:
+                return b"".join(chunks) if chunks else chunk
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _read_once(self) -> bytes | None:
+        """The same, by one system call. A pseudo-terminal ends with EIO."""
         try:
             return os.read(self.source, CHUNK_BYTES) or None
         except BlockingIOError:
@@ -124,6 +136,8 @@ class OutputRelay:
     log: Path
     streams: list[OutputStream]
     _file: int
+    tracebacks: list[int] = field(default_factory=list)
+    """Where the first tracebacks are in the log, in bytes; of those that came at once, the first."""
 
     @staticmethod
     def of(log: Path, *, stdout: int = 1) -> OutputRelay:
@@ -165,16 +179,21 @@ class OutputRelay:
         if content is not None and stream.pass_on(content):
             return self._lines(stream, content) if content else []
         self.streams.remove(stream)
-        return self._lines(stream, b"\n" if stream.begun else b"")
+        last = self._lines(stream, b"\n" if stream.begun else b"")
+        return last + _output_lines(stream, time.time(), stream.sample.waiting())
 
     def settled(self) -> list[OutputLine]:
-        """Lines without an end, such as progress bars, that have not changed since the last call; each once."""
-        settled = [stream for stream in self.streams if stream.state == stream.seen != stream.told]
+        """Lines of a flood that have waited, and those without an end, such as progress bars, each once if they have
+        not changed since the last call."""
+        now = time.time()
+        lines: list[OutputLine] = []
         for stream in self.streams:
+            lines += _output_lines(stream, now, stream.sample.waiting(time.monotonic()))
+            if stream.state == stream.seen != stream.told:
+                lines += _output_lines(stream, now, [stream.state])
+                stream.told = stream.state
             stream.seen = stream.state
-        for stream in settled:
-            stream.told = stream.state
-        return [_line(each.name, time.time(), each.state) for each in settled if each.state.strip()]
+        return lines
 
     def close(self) -> None:
         """Close what is open."""
@@ -189,19 +208,31 @@ class OutputRelay:
         if len(stream.begun) > MAX_LINE:
             whole, stream.begun = [*whole, stream.begun], b""
         self._keep(stream, now, whole)
-        *states, stream.state = _ENDS.split(stream.state[-MAX_LINE:] + content)
+        *states, stream.state = (stream.state[-MAX_LINE:] + content).replace(b"\r", b"\n").split(b"\n")
         states = states[1:] if states[:1] == [stream.told] else states
         stream.told = b""
-        flood = (state for state in states[:-LAST_LINES] if b"loss" in state)
-        return [_line(stream.name, now, state) for state in (*flood, *states[-LAST_LINES:]) if state.strip()]
+        return _output_lines(stream, now, stream.sample.chosen(time.monotonic(), states))
 
     def _keep(self, stream: OutputStream, now: float, whole: list[bytes]) -> None:
         """Write lines to the log. Of a line that redraws itself, it keeps the last state."""
+        if not whole:
+            return
+        text = b"\n".join(whole)
+        if b"\r" in text:
+            text = b"\n".join(line.rstrip(b"\r").rpartition(b"\r")[2] for line in whole)
         when = datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
         start = f"{when}Z {stream.name} F ".encode()
-        lines = (start + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n" for line in whole)
+        content = start + text.replace(b"\n", b"\n" + start) + b"\n"
+        self._note_traceback(content)
         with suppress(OSError):  # a full disk is the command's to report
-            os.write(self._file, b"".join(lines))
+            os.write(self._file, content)
+
+    def _note_traceback(self, content: bytes) -> None:
+        """Note where a traceback will be, if there is one in what comes next in the log."""
+        if len(self.tracebacks) < MAX_TRACEBACKS:
+            place = content.find(TRACEBACK)
+            if place >= 0:
+                self.tracebacks.append(os.fstat(self._file).st_size + place)
 
 
 def _is_writable(target: int) -> bool:
@@ -221,6 +252,10 @@ _STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z (?:stdout|stderr) F ", re.MULTIL
 def without_times(log: str) -> str:
     """The text of a log without the times and streams before its lines."""
     return _STAMP.sub("", log)
+
+
+def _output_lines(stream: OutputStream, now: float, lines: Iterable[bytes]) -> list[OutputLine]:
+    return [_line(stream.name, now, line) for line in lines if line.strip()]
 
 
 def _line(stream: str, now: float, content: bytes) -> OutputLine:

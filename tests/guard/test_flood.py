@@ -1,0 +1,169 @@
+"""A command that prints very much: what is kept of it, and what watchers and the report read. Work is counted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reshard.guard.end import log_parts
+from reshard.guard.end.failure import RunEvidence, read_failure
+from reshard.guard.supervise import output_relay
+from reshard.guard.supervise.line_sample import LAST_LINES, LINES_PER_SECOND, LineSample
+from reshard.guard.supervise.output_relay import MAX_TRACEBACKS, OutputRelay, OutputStream
+from reshard.guard.supervise.supervision import supervise
+from reshard.guard.watch.watcher import Notice, OutputLine, Watcher
+
+TRACEBACK = (
+    "Traceback (most recent call last):\n"
+    '  File "/home/user/train.py", line 7, in <module>\n    scale(3)\n'
+    '  File "/home/user/train.py", line 3, in scale\n    return table[number]\n'
+    "KeyError: 3\n"
+)
+FLOOD = "".join(f"record {number} of the data, which nobody reads\n" for number in range(60_000))
+
+
+class Clock:
+    """A monotonic clock that a test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(output_relay.time, "monotonic", clock)
+    return clock
+
+
+class Piped:
+    """A relay of one pipe to nothing but a log."""
+
+    def __init__(self, log: Path) -> None:
+        source, self._into = os.pipe()
+        self.relay = OutputRelay.kept(log, source)
+        self.stream: OutputStream = self.relay.streams[0]
+
+    def print(self, content: bytes) -> list[str]:
+        """The lines that watchers read."""
+        return [line.text for part in self._moved(content) for line in part]
+
+    def _moved(self, content: bytes) -> Iterator[list[OutputLine]]:
+        for begin in range(0, len(content), 1 << 15):
+            os.write(self._into, content[begin : begin + (1 << 15)])
+            yield self.relay.move(self.stream)
+
+    def end(self) -> list[str]:
+        os.close(self._into)
+        return [line.text for line in self.relay.move(self.stream)]
+
+
+@pytest.fixture
+def piped(tmp_path: Path, clock: Clock) -> Iterator[Piped]:
+    piped = Piped(tmp_path / "log")
+    yield piped
+    piped.relay.close()
+
+
+def test_of_a_flood_few_lines_are_read_and_all_are_kept(piped: Piped, tmp_path: Path) -> None:
+    read = piped.print(FLOOD.encode())
+    assert 0 < len(read) <= LINES_PER_SECOND
+    rest = piped.end()
+    assert rest[-1] == FLOOD.splitlines()[-1] and len(rest) <= LAST_LINES
+    kept = (tmp_path / "log").read_text().splitlines()
+    assert [line.split(" F ", 1)[1] for line in kept] == FLOOD.splitlines()
+
+
+def test_a_loss_in_a_flood_is_read_when_its_second_is_over(piped: Piped, clock: Clock) -> None:
+    flood = FLOOD.encode()
+    half = flood.index(b"\n", len(flood) // 2) + 1
+    read = piped.print(flood[:half] + b"step 7/10 loss nan\n" + flood[half:])
+    assert "step 7/10 loss nan" not in read
+    clock.now += 1
+    settled = [line.text for line in piped.relay.settled()]
+    assert settled[0] == "step 7/10 loss nan" and len(settled) <= 2 * LAST_LINES
+
+
+def test_after_a_flood_every_line_is_read(piped: Piped, clock: Clock) -> None:
+    piped.print(FLOOD.encode())
+    clock.now += 1
+    lines = [f"step {number}/99 loss nan" for number in range(1, 4)]
+    assert piped.print("".join(f"{line}\n" for line in lines).encode())[-3:] == lines
+
+
+@pytest.mark.parametrize("losses", [True, False])
+def test_lines_wait_once_and_in_order(losses: bool) -> None:
+    sample, word = LineSample(), "loss" if losses else "record"
+    lines = [f"{word} {number}".encode() for number in range(5000)]
+    first = sample.chosen(0.0, lines[:200]) + sample.chosen(0.5, lines[200:])
+    later = sample.chosen(1.0, lines[:3])
+    assert first[:200] == lines[:200] and later[-3:] == lines[:3]
+    both = first[200:] + later[:-3]
+    assert both == sorted(both, key=lines.index) and both[-1] == lines[-1]
+    assert len(both) == LAST_LINES * (1 + losses) and sample.waiting(2.0) == []
+
+
+def test_a_watcher_sees_a_loss_that_ends_a_flood(tmp_path: Path) -> None:
+    class Counts(Watcher):
+        seen = 0
+        last = ""
+
+        def line(self, line: OutputLine) -> Iterator[Notice]:
+            self.seen, self.last = self.seen + 1, line.text
+            yield from ()
+
+    code = "print('step 1/3 loss 2.5\\n' * 200_000 + 'step 2/3 loss nan')"
+    out, into = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=into)
+    os.close(into)
+    watcher = Counts()
+    outcome = supervise(lambda: process, OutputRelay.kept(tmp_path / "log", out), [watcher], print)
+    assert watcher.last == "step 2/3 loss nan"
+    assert watcher.seen <= (LINES_PER_SECOND + 2 * LAST_LINES) * (outcome.seconds + 2)
+
+
+def test_the_first_traceback_of_a_long_log_is_the_failure(piped: Piped, tmp_path: Path) -> None:
+    piped.print((FLOOD + TRACEBACK + FLOOD + TRACEBACK.replace("KeyError: 3", "EOFError")).encode())
+    piped.print(FLOOD.encode())
+    log = tmp_path / "log"
+    text = log_parts.read_parts(log, piped.relay.tracebacks)
+    assert len(text) < log.stat().st_size / 2
+    failure = read_failure(log, RunEvidence(status=1, tracebacks=tuple(piped.relay.tracebacks)))
+    assert failure.shown[-1].startswith("KeyError: 3")
+
+
+def test_few_tracebacks_are_noted(piped: Piped, tmp_path: Path) -> None:
+    for number in range(MAX_TRACEBACKS + 2):
+        piped.print(f"attempt {number}\n{TRACEBACK}".encode())
+    log = (tmp_path / "log").read_bytes()
+    begins = [log[place:].startswith(b"Traceback") for place in piped.relay.tracebacks]
+    assert begins == [True] * MAX_TRACEBACKS
+
+
+def test_of_a_log_of_a_gigabyte_a_megabyte_is_read(tmp_path: Path) -> None:
+    log, middle = tmp_path / "log", 600 << 20
+    with log.open("wb") as file:
+        file.write(b"the command\n")
+        file.seek(middle)
+        file.write(b"\nKeyError: 3\n")
+        file.seek(1 << 30)
+        file.write(b"\nthe last words\n")
+    text = log_parts.read_parts(log, [middle])
+    assert len(text) < 1 << 20
+    assert (
+        text.startswith("the command\n") and "\nKeyError: 3\n" in text and text.endswith("the last words\n")
+    )
+
+
+def test_a_short_log_is_read_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for size in (0, 5, log_parts.HEAD_BYTES, log_parts.HEAD_BYTES + log_parts.TAIL_BYTES):
+        log.write_bytes(b"x" * size)
+        assert log_parts.read_parts(log, [0, size // 2, size]) == "x" * size
