@@ -27,6 +27,7 @@ from reshard.guard.options import GuardOptions
 from reshard.guard.screen import GuardScreen
 from reshard.guard.supervise.node_meeting import NodeMeeting, first_to_fail, place_named
 from reshard.guard.supervise.output_relay import OutputRelay
+from reshard.guard.supervise.start_signals import ignored_at_start
 from reshard.guard.supervise.supervision import started, supervise
 from reshard.guard.watch.memory_watch import MemoryWatcher, oom_kills
 from reshard.guard.watch.stack_signal import FOLDER_VARIABLE
@@ -69,7 +70,7 @@ def guarded(
     environment[FOLDER_VARIABLE] = str(folder)
     watchers = watchers_of(options, folder, environment)
     kills = oom_kills()
-    start = partial(started, starts, environment, here, relay)
+    start = partial(started, starts, environment, here, relay, ignored_at_start())
     outcome = supervise(start, relay, watchers, screen.say)
     try:
         ran = replace(ran, oom_kills=oom_kills() - kills, tracebacks=tuple(relay.tracebacks))

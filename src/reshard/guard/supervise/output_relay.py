@@ -81,11 +81,14 @@ class OutputStream:
         os.set_blocking(source, False)
         return stream
 
-    def resize(self) -> None:
-        """Give the command's end the size of the terminal."""
+    def resize(self) -> bool:
+        """Give the command's end the size of the terminal. Returns whether it had another one."""
         with suppress(OSError):
             size = fcntl.ioctl(2 if self.target is None else self.target, termios.TIOCGWINSZ, bytes(8))
+            before = fcntl.ioctl(self.source, termios.TIOCGWINSZ, bytes(8))
             fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
+            return size != before
+        return False
 
     def read(self) -> bytes | None:
         """What the command has written since the last call; None at its end."""
@@ -172,6 +175,10 @@ class OutputRelay:
     def is_blocked(self) -> bool:
         """Whether output waits for its reader."""
         return any(each.unwritten for each in self.streams)
+
+    def resize(self) -> bool:
+        """Give the command's ends the size of the terminal. Returns whether one had another."""
+        return True in [stream.resize() for stream in self.streams]
 
     def move(self, stream: OutputStream) -> list[OutputLine]:
         """Pass on what there is. Returns the lines in it, and removes the stream at its end."""

@@ -18,27 +18,39 @@ from typing import Any
 
 from reshard.guard.supervise.child_processes import end_with_parent
 
-PASSED_SIGNALS = (
+ENDING_SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
+"""Signals by which people and schedulers end a run, or announce its end."""
+_OWN_SIGNALS = {
+    getattr(signal, f"SIG{name}", None)
+    for name in (
+        *("KILL", "STOP", "CHLD"),
+        *("TSTP", "TTIN", "TTOU"),  # which stop the guard, too
+        *("SEGV", "BUS", "FPE", "ILL", "TRAP", "SYS", "PIPE", "XFSZ"),  # which it causes itself
+    )
+}
+PASSED_SIGNALS = tuple(sorted(signal.valid_signals() - _OWN_SIGNALS))
+"""All that somebody else may send to a command."""
 SENTINEL_SECONDS = 0.2
 """Seconds in which the sentinel receives what was sent to the group."""
 
 
 class PassedSignals:
-    """A context in which signals do not end this process. Ignored ones stay so, also in the command.
+    """A context in which signals do not end this process.
 
     `descriptor` becomes readable when one has come, or when a child process has ended. `apart` is whether the command
-    has a session of its own, so that it receives no signal by itself. Python handles signals in its main thread only:
-    in others, none is seen.
+    has a session of its own, so that it receives no signal by itself, and those that are ignored here stay ignored.
+    Python handles signals in its main thread only: in others, none is seen.
     """
 
-    def __init__(self, numbers: Sequence[signal.Signals] = PASSED_SIGNALS, *, apart: bool = False) -> None:
+    def __init__(self, numbers: Sequence[int] = PASSED_SIGNALS, *, apart: bool = False) -> None:
         self._numbers = numbers
         self.first = 0
-        """The first signal that came, 0 if none has."""
+        """The first signal that came to end the run, 0 if none has."""
         self._apart = apart
+        self._ignored: set[int] = set()
         self._is_main = threading.current_thread() is threading.main_thread()
         self._before: dict[int, Any] = {}
 
@@ -48,11 +60,10 @@ class PassedSignals:
             os.set_blocking(each, False)
         if not self._is_main:
             return self
-        self._sentinel, self._group = (0, -1) if self._apart else _sentinel()
-        asked = [each for each in self._numbers if signal.getsignal(each) is not signal.SIG_IGN]
-        self._before = {
-            each: signal.signal(each, _nothing) for each in (*asked, signal.SIGCHLD, signal.SIGWINCH)
-        }
+        self._sentinel, self._group = (0, -1) if self._apart else _sentinel(self._numbers)
+        self._ignored = {each for each in self._numbers if signal.getsignal(each) is signal.SIG_IGN}
+        handled = set(self._numbers) - (self._ignored if self._apart else set())
+        self._before = {each: signal.signal(each, _nothing) for each in (*handled, signal.SIGCHLD)}
         self._wakeup = signal.set_wakeup_fd(self._into, warn_on_full_buffer=False)
         return self
 
@@ -74,9 +85,10 @@ class PassedSignals:
 
     def to_pass(self, number: int) -> bool:
         """Whether a signal has to be passed on to the command."""
-        if number not in PASSED_SIGNALS:
+        if number not in self._numbers:
             return False
-        self.first = self.first or number
+        if number in ENDING_SIGNALS and number not in self._ignored:
+            self.first = self.first or number
         if self._apart:
             return True
         poll = select.poll()
@@ -114,17 +126,17 @@ def _nothing(number: int, frame: Any) -> None:
     """The handler: the number is in the pipe."""
 
 
-def _sentinel() -> tuple[int, int]:
+def _sentinel(numbers: Sequence[int]) -> tuple[int, int]:
     """Start the sentinel. Returns its process id, and a pipe with the signals that it receives, a byte for each."""
     out, into = os.pipe()
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_SIGNALS)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     child = os.fork()
     if not child:
         end_with_parent()
         os.closerange(0, into)  # what it held open would never end
         os.closerange(into + 1, os.sysconf("SC_OPEN_MAX"))
         while True:
-            os.write(into, bytes([signal.sigwait(PASSED_SIGNALS)]))
+            os.write(into, bytes([signal.sigwait(numbers)]))
     os.close(into)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return child, out

@@ -8,17 +8,16 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.guard.supervise.child_processes import end_with_parent
 from reshard.guard.supervise.output_relay import OutputRelay, OutputStream
-from reshard.guard.supervise.signal_passing import PassedSignals
+from reshard.guard.supervise.signal_passing import ENDING_SIGNALS, PASSED_SIGNALS, PassedSignals
 from reshard.guard.watch.process_tree import Processes, ProcessTree
 from reshard.guard.watch.watcher import Notice, OutputLine, Watcher
 
@@ -88,7 +87,7 @@ def supervise(
 
     `apart` is whether the command has a session of its own, and `tick` the time between two looks in seconds.
     """
-    with PassedSignals(apart=apart) as signals:
+    with PassedSignals(ENDING_SIGNALS if apart else PASSED_SIGNALS, apart=apart) as signals:
         started = time.monotonic()
         outcome = _Supervision(start(), relay, signals, watchers, say, asked, tick).follow()
     outcome.seconds = time.monotonic() - started
@@ -96,11 +95,25 @@ def supervise(
 
 
 def started(
-    words: Sequence[str], environment: Mapping[str, str], folder: Path, relay: OutputRelay
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    relay: OutputRelay,
+    ignored: Collection[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a command that ends with this process, with its output in a relay. Raises ReshardError if it cannot."""
+    """Start a command that ends with this process, with its output in a relay. Raises ReshardError if it cannot.
+
+    It ignores the signals `ignored`, as it would if the shell had started it.
+    """
     out, err = relay.ends
-    ends_with_this = partial(end_with_parent, signal.SIGTERM, os.getpid())
+    parent = os.getpid()
+
+    def prepare() -> None:
+        """In the command's process, before its program."""
+        end_with_parent(signal.SIGTERM, parent)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
     try:
         process = subprocess.Popen(
             words,
@@ -109,7 +122,7 @@ def started(
             stdout=out,
             stderr=err,
             close_fds=False,  # a shell's <(…) is a descriptor
-            preexec_fn=ends_with_this,
+            preexec_fn=prepare,
         )
     except OSError as error:
         raise ReshardError([_not_started(words[0], error)]) from error
@@ -202,11 +215,11 @@ class _Supervision:
 
     def _hear(self) -> None:
         for number in self.signals.come():
-            if number == signal.SIGWINCH:
-                for stream in self.relay.streams:
-                    stream.resize()
-            elif self.signals.to_pass(number):
+            resized = number == signal.SIGWINCH and self.relay.resize()
+            if self.signals.to_pass(number):
                 self._end_in(self.asked(number, self.process))
+            elif resized:  # the command may have asked for its size before that
+                os.killpg(0, number)
 
     def _end_in(self, seconds: float | None) -> None:
         if seconds is not None:
