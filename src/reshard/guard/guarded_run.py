@@ -27,6 +27,7 @@ from reshard.guard.options import GuardOptions
 from reshard.guard.screen import GuardScreen
 from reshard.guard.supervise.node_meeting import NodeMeeting, first_to_fail, place_named
 from reshard.guard.supervise.output_relay import OutputRelay
+from reshard.guard.supervise.shell_terminal import ShellTerminal
 from reshard.guard.supervise.start_signals import ignored_at_start
 from reshard.guard.supervise.supervision import started, supervise
 from reshard.guard.watch.memory_watch import MemoryWatcher, oom_kills
@@ -63,10 +64,10 @@ def guarded(
             remedy="choose another one: --log DIR",
         ) from error
     ran = _ran(command, checked, options, folder / LOG)
-    relay = OutputRelay.of(folder / LOG, stdout=stdout)
+    starts = as_started(continuing(ran, options) or words, environment, here)
+    relay = OutputRelay.of(folder / LOG, stdout=stdout, terminal=ShellTerminal.of(starts, (stdout, 2)))
     screen = GuardScreen(relay, quiet=quiet)
     screen.print(f"output is kept in {folder / LOG}")
-    starts = as_started(continuing(ran, options) or words, environment, here)
     environment[FOLDER_VARIABLE] = str(folder)
     watchers = watchers_of(options, folder, environment)
     kills = oom_kills()

@@ -3,7 +3,7 @@
 Each of stdout and stderr of the command is a pseudo-terminal if that of the guard is a terminal, else a pipe, and one
 for both if both are the same file. Nothing else is between the command and the terminal: standard input, session,
 process group and controlling terminal are those of the guard, so debuggers, password prompts, Ctrl-C and Ctrl-Z work
-as they do without it.
+as they do without it. An interactive shell is different (`shell_terminal.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from reshard.guard.supervise.line_sample import LineSample
+from reshard.guard.supervise.shell_terminal import ShellTerminal
 from reshard.guard.watch.watcher import OutputLine
 
 MAX_LINE = 1 << 16
@@ -141,10 +142,17 @@ class OutputRelay:
     _file: int
     tracebacks: list[int] = field(default_factory=list)
     """Where the first tracebacks are in the log, in bytes; of those that came at once, the first."""
+    terminal: ShellTerminal | None = None
+    """That of a command which is an interactive shell."""
 
     @staticmethod
-    def of(log: Path, *, stdout: int = 1) -> OutputRelay:
+    def of(log: Path, *, stdout: int = 1, terminal: ShellTerminal | None = None) -> OutputRelay:
         """A relay of the command's stdout to `stdout`, and of its stderr to that of this process."""
+        if terminal:
+            os.set_blocking(terminal.source, False)
+            stream = OutputStream("stdout", terminal.source, terminal.end, stdout)
+            stream.resize()
+            return OutputRelay(log, [stream], _appended(log), terminal=terminal)
         streams = [OutputStream.to(stdout, "stdout")]
         if not os.path.samestat(os.fstat(stdout), os.fstat(2)):
             streams.append(OutputStream.to(2, "stderr"))

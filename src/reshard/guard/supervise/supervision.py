@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,9 @@ def supervise(
 
     `apart` is whether the command has a session of its own, and `tick` the time between two looks in seconds.
     """
-    with PassedSignals(ENDING_SIGNALS if apart else PASSED_SIGNALS, apart=apart) as signals:
+    numbers = ENDING_SIGNALS if apart else PASSED_SIGNALS
+    terminal = relay.terminal or nullcontext()
+    with PassedSignals(numbers, apart=apart or relay.terminal is not None) as signals, terminal:
         started = time.monotonic()
         outcome = _Supervision(start(), relay, signals, watchers, say, asked, tick).follow()
     outcome.seconds = time.monotonic() - started
@@ -111,6 +113,8 @@ def started(
     def prepare() -> None:
         """In the command's process, before its program."""
         end_with_parent(signal.SIGTERM, parent)
+        if relay.terminal:
+            relay.terminal.control()
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
 
@@ -119,10 +123,12 @@ def started(
             words,
             env=environment,
             cwd=folder,
+            stdin=relay.terminal.end if relay.terminal else None,
             stdout=out,
             stderr=err,
             close_fds=False,  # a shell's <(…) is a descriptor
             preexec_fn=prepare,
+            start_new_session=relay.terminal is not None,
         )
     except OSError as error:
         raise ReshardError([_not_started(words[0], error)]) from error
@@ -194,9 +200,14 @@ class _Supervision:
         poll.register(self.signals.descriptor, select.POLLIN)
         for stream in streams.values():
             poll.register(*stream.awaited)
+        keys = self.relay.terminal
+        if keys:
+            poll.register(*keys.awaited)
         for descriptor, _ in poll.poll(1000 * max(seconds, 0)):
             if descriptor in streams:
                 self._move(streams[descriptor])
+            elif keys and descriptor == keys.awaited[0]:
+                keys.move()
             else:
                 self._hear()
 
@@ -216,6 +227,8 @@ class _Supervision:
     def _hear(self) -> None:
         for number in self.signals.come():
             resized = number == signal.SIGWINCH and self.relay.resize()
+            if resized and self.relay.terminal:
+                continue  # the kernel sends it to those whose terminal that is
             if self.signals.to_pass(number):
                 self._end_in(self.asked(number, self.process))
             elif resized:  # the command may have asked for its size before that
@@ -244,7 +257,8 @@ class _Supervision:
             self.say(notice)
             if notice.stop and self.deadline is None:
                 self._end_in(TERM_SECONDS)
-                self.process.terminate()
+                # An interactive shell ignores SIGTERM.
+                self.process.send_signal(signal.SIGHUP if self.relay.terminal else signal.SIGTERM)
 
     def _end_left(self) -> None:
         """End what outlives a launcher that the guard has ended: those of DeepSpeed and LLaMA-Factory do not wait."""
@@ -267,7 +281,7 @@ class _Supervision:
                 deadline = time.monotonic() + LAST_OUTPUT_SECONDS
         if self.relay.streams and not os.fork():
             self.signals.restore()
-            self.watchers = ()
+            self.watchers, self.relay.terminal = (), None
             while self.relay.streams:
                 self._wait(TICK_SECONDS)
             os._exit(0)
