@@ -116,7 +116,7 @@ def test_entries_that_share_hardly_a_word_are_not_near() -> None:
             "Some specified arguments are not used by the HfArgumentParser: ['--overlap_com']",
             "unknown-key",
         ),
-        ("When I train I get 'frob' from a wibble, any ideas?", UNKNOWN_FAILURE),
+        ("When I train I get 'frob' from a wibble, any ideas?", "description-only"),
         (
             "NCCL error in: a.cpp:1331, unhandled system error (run with NCCL_DEBUG=INFO for details)",
             UNKNOWN_FAILURE,
@@ -173,7 +173,7 @@ def test_what_says_that_it_is_no_error_is_none(line: str) -> None:
 def test_code_of_the_user_is_named_and_its_line_shown() -> None:
     own = CALL.replace("/a/b.py", "/home/me/train.py")
     (found,) = diagnose_text("log", f"{own}KeyError: 'frob'")
-    assert "your own code, /home/me/train.py:3 f" in found.remedy.en and "github.com" not in found.remedy.en
+    assert "It was raised in /home/me/train.py:3 f" in found.remedy.en and "github.com" not in found.remedy.en
     assert "g()" in found.rule.en
     (found,) = diagnose_text("log", f"{CALL.replace('/a/b.py', '/x/site-packages/trl/a.py')}KeyError: 'frob'")
     assert "github.com/huggingface/trl" in found.remedy.en and "your own" not in found.remedy.en

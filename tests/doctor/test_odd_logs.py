@@ -14,7 +14,7 @@ from reshard.diagnosis.log_diagnosis import diagnose_text
 from reshard.diagnosis.text.line_prefixes import TRACEBACK_START
 from reshard.diagnosis.text.tracebacks import Traceback
 from reshard.diagnosis.unknown_failure import WORKER_TRACEBACK_MISSING
-from reshard.diagnosis.upstream_search import package_of, repositories, search_of
+from reshard.diagnosis.upstream_search import issues_of, own_code, package_of
 from tests.doctor.test_log import FAILURE
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"
@@ -235,15 +235,42 @@ def test_an_unknown_failure_names_where_to_search() -> None:
         f"{SITE}/torch/nn/modules/module.py:1736 _call_impl",
     ]
     root = Traceback("", 1, 2, 2, "ValueError", "the frob 'a.b' of /tmp/x has 7 grobs, not 8", frames)
-    name, url = search_of(root) or ("", "")
-    assert name == "transformers"
-    assert (
-        url
-        == f"https://github.com/{repositories()[name]}/issues?q=is%3Aissue+ValueError+the+frob+of+has+grobs+not"
-    )
-    key = Traceback("", 1, 2, 2, "KeyError", "'iteration'", frames[:1])
-    assert (search_of(key) or ("", ""))[1].endswith("q=is%3Aissue+KeyError+train")
-    assert search_of(Traceback("", 1, 2, 2, "KeyError", "'x'", ["train.py:3 main"])) is None
+    assert issues_of(root) == ("transformers", "https://github.com/huggingface/transformers/issues")
+    assert issues_of(Traceback("", 1, 2, 2, "KeyError", "'x'", ["train.py:3 main"])) is None
     lines = "\n".join([*FAILURE[:-1], "FrobError: no grobs"])
     (found,) = diagnose_text("log", lines)
     assert "github.com/" in found.remedy.en and "github.com/" in found.remedy.zh
+
+
+@pytest.mark.parametrize(
+    ("path", "is_own"),
+    [
+        ("/home/user/train.py", True),
+        ("train.py", True),
+        ("/home/user/run/unsloth_compiled_cache/UnslothGRPOTrainer.py", False),
+        ("/tmp/torchinductor_user/ab/cabc.py", False),
+        ("/home/user/.cache/huggingface/modules/transformers_modules/Org/modeling.py", False),
+        ("/tmp/ray/session_2026-01-01/runtime_resources/working_dir_files/main.py", False),
+        ("/opt/tool/main.py", False),
+    ],
+)
+def test_a_generated_file_is_nobodys_own_code(path: str, is_own: bool) -> None:
+    root = Traceback("", 1, 2, 2, "FrobError", "no grobs", [f"{path}:4 forward"])
+    assert (own_code(root) is not None) is is_own
+    assert issues_of(root) is None
+
+
+def test_a_package_that_raised_is_not_blamed() -> None:
+    """Samples of different lengths, as torch's collate function refuses them."""
+    lines = [
+        *FAILURE[:-1],
+        "RuntimeError: stack expects each tensor to be equal size, but got [15] at entry 0",
+    ]
+    (found,) = diagnose_text("log", "\n".join(lines))
+    assert "version" not in found.remedy.en
+
+
+def test_advice_is_quoted_once() -> None:
+    lines = [*FAILURE[:-1], "ValueError: Please set `pad_token` of the tokenizer"]
+    (found,) = diagnose_text("log", "\n".join(lines))
+    assert "pad_token" in found.remedy.en and "pad_token" not in found.rule.en

@@ -45,7 +45,10 @@ CASES = [
     ("layers.19.mlp.up_proj.weight", [13824, 64], [13696, 64], "no tensor-parallel shard"),
     ("classifier.weight", [9, 64], [5, 64], "num_labels=9"),
     ("score.weight", [2, 64], [1, 64], "num_labels=2"),
-    ("weight", [128256, 64], [128003, 64], "253 more"),
+    ("weight", [128256, 64], [128003, 64], "differ by 253"),
+    ("model.embed_tokens.weight", [50304, 64], [50257, 64], "differ by 47"),
+    ("lm_head.weight", [151936, 64], [152064, 64], "differ by 128"),
+    ("output_layer.weight", [50257, 64], [50300, 64], "differ by 43"),
     ("weight", [13824, 64], [13696, 64], "no tensor-parallel shard"),
 ]
 
@@ -62,6 +65,11 @@ def test_the_class_of_two_shapes(name: str, saved: list[int], wanted: list[int],
     english, chinese = texts(LOAD.format(name, saved, wanted))
     assert shown in english and "{" not in english + chinese
     assert name in chinese
+
+
+def test_rows_that_megatron_padded_are_not_resized() -> None:
+    english, chinese = texts(LOAD.format("lm_head.weight", [50304, 64], [50257, 64]))
+    assert "resize_token_embeddings" not in english + chinese and "reshard convert" in english
 
 
 def test_another_hidden_size_is_another_model_whatever_comes_first() -> None:

@@ -122,7 +122,7 @@ def _completed(alike: list[Candidate]) -> Candidate:
     shown = [each for found in computed for each in (found.rule, *found.evidence)]
     finding = replace(
         entry.finding,
-        remedy=Text.lines([*(found.remedy for found in computed), entry.finding.remedy]),
+        remedy=Text.lines(dict.fromkeys([*(found.remedy for found in computed), entry.finding.remedy])),
         evidence=tuple(dict.fromkeys((*entry.finding.evidence, *shown))),
         certainty=min((each.certainty for each in (entry.finding, *computed)), key=CERTAINTIES.index),
         values={name: value for found in computed for name, value in found.values.items()},

@@ -17,7 +17,7 @@ from reshard.diagnosis.text.first_failure import which_is_first
 from reshard.diagnosis.text.log import Log, Traceback
 from reshard.diagnosis.text.partial_failures import CUT_OFF_TRACEBACK, EXIT_STATUS, is_launchers
 from reshard.diagnosis.text.remedy_sentences import asks
-from reshard.diagnosis.upstream_search import own_code, search_of
+from reshard.diagnosis.upstream_search import issues_of, own_code
 
 UNKNOWN_THAT_ASKS = "unknown-failure-that-asks"
 WORKER_TRACEBACK_MISSING = "worker-traceback-missing"
@@ -49,12 +49,13 @@ def of_unknown(root: Traceback, log: Log) -> Finding | None:
     said = words("cut-off") if first.exception == CUT_OFF_TRACEBACK else Text.same(_quoted(first.said))
     frames = [f"  {frame}" for frame in first.frames[-6:]]
     frames += [f"    {shown_lines(first.source)}"] if first.source else []
-    quoted = Text("\n".join([*frames, said.en]), "\n".join([*frames, said.zh]))
     place = last_line(root, log)
     asked = clipped(asks(root.message), MAX_MESSAGE)
+    messages = [] if asked == first.message.strip() else [said]  # the remedy quotes it
+    quoted = Text.lines([*map(Text.same, frames), *messages])
     values: dict[str, object] = {"shown": quoted, "asked": asked}
     values["near"] = words("near-entries", near=", ".join(near)) if near else Text.same("")
-    known = None if first.exception in (CUT_OFF_TRACEBACK, EXIT_STATUS) else search_of(first)
+    known = None if first.exception in (CUT_OFF_TRACEBACK, EXIT_STATUS) else issues_of(first)
     upstream = words("search-upstream", name=known[0], url=known[1]) if known else Text.same("")
     if own := own_code(first):
         upstream = words("own-code", frame=own)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from pathlib import Path
-from urllib.parse import quote_plus
 
 from reshard.base.data_files import read_data
 from reshard.base.languages import Text
@@ -28,13 +27,8 @@ def repositories() -> dict[str, str]:
     return content
 
 
-_DETAILS = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|(?<![^\s'\"`])\S*[/\\\d]\S*|[^\w\s.]")
-"""What varies between runs: names in quotes, paths, numbers."""
-MAX_SEARCH_WORDS = 10
-
-
-def search_of(root: Traceback) -> tuple[str, str] | None:
-    """The package whose code raised an exception, and a search of its issues; None if unknown.
+def issues_of(root: Traceback) -> tuple[str, str] | None:
+    """The package whose code raised an exception, and the address of its issues; None if unknown.
 
     torch's wrappers that only pass a call on (`torch/nn/modules/module.py`, `torch/autograd`) count as little as a
     script: the innermost frame of another package takes precedence.
@@ -43,23 +37,27 @@ def search_of(root: Traceback) -> tuple[str, str] | None:
     name = next((each for each in found if each != "torch"), None) or next(iter(found), None)
     if name is None or not root.exception:
         return None
-    said = " ".join(_DETAILS.sub(" ", root.message.split("\n")[0]).split()[:MAX_SEARCH_WORDS])
-    said = said or root.frames[-1].rpartition(" ")[2]  # a KeyError has only its key
-    query = quote_plus(f"is:issue {root.exception.split('.')[-1]} {said}".strip())
-    return name, f"https://github.com/{repositories()[name]}/issues?q={query}"
+    return name, f"https://github.com/{repositories()[name]}/issues"
 
 
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/|/lib(?:64)?/python\d|^<|pip-install-|pip-build-env-|/opt/|/usr/|(?:^|/)(?:Cell|ipython)"
 )
+_GENERATED = re.compile(r"(?i)/\.\w|cache[^/]*/|^/(?:var/)?te?mp/|/AppData/|/transformers_modules/")
+"""Paths of files that a program wrote or downloaded: hidden folders, caches, temporary files."""
 
 
 def own_code(root: Traceback) -> str | None:
-    """The innermost frame, if it is in the user's own file: not in a package or a copy of a known one."""
+    """The innermost frame, if somebody wrote its file for this run.
+
+    Such a file is neither in a package, or a copy of a known one, nor generated or downloaded by a program.
+    """
     frame = asker(root)
     if not frame or not root.exception:
         return None
-    return None if _LIBRARY.search(frame.replace("\\", "/")) or package_of(frame) else frame
+    path = frame.replace("\\", "/")
+    is_foreign = _LIBRARY.search(path) or _GENERATED.search(path) or package_of(frame)
+    return None if is_foreign else frame
 
 
 _PASSES_ON = re.compile(
@@ -82,6 +80,8 @@ def package_of(frame: str) -> str | None:
     path = frame.rsplit(":", 1)[0].replace("\\", "/")
     if script := next((folder for name, folder in REPOSITORY_SCRIPTS.items() if path.endswith(name)), None):
         return script
+    if "-packages/" not in path and _GENERATED.search(path):
+        return None  # /tmp/ray is no checkout of Ray
     path = f"/{path.rpartition('-packages/')[2].lstrip('/')}"  # an environment may be named like a package
     names = [match["name"] for match in re.finditer(r"(?<=/)(?P<name>megatron/bridge|[a-z_]\w*)(?=/)", path)]
     known = [name for name in names if name in repositories()]

@@ -46,7 +46,7 @@ RULES_COVERED: dict[str, tuple[str, ...]] = {
     "checkpoint-old-gradient-checkpointing": ("old-gc", "old-gc-crash"),
     "checkpoint-tokenizer-of-5": ("tok5",),
     "checkpoint-no-template": ("template",),
-    "checkpoint-vocabulary": ("vocab-index", "shape-rows-more", "shape-rows-fewer"),
+    "checkpoint-vocabulary": ("vocab-index", "shape-rows-more", "shape-rows-fewer", "shape-rows-padded"),
     "env-no-bf16": ("bf16", "gpu-too-old"),
     "env-more-processes-than-gpus": ("dup-gpu", "cuda-invalid-ordinal"),
     "script-removed-keyword": ("api-is-gone",),

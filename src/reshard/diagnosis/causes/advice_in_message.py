@@ -37,7 +37,7 @@ def of_setting(root: Traceback, log: Log) -> Finding | None:
     lines = first.message.split("\n")
     line = next((line for line in lines if asked[:IDENTIFYING_CHARACTERS] in line), lines[0])
     problem = re.split(r"(?<=[.!;])\s+|, (?=please )", line.strip())[0].rstrip(".")
-    values = {"title": clipped(problem, 160), "asked": clipped(asked, 600), "said": clipped(first.said, 600)}
+    values = {"title": clipped(problem, 160), "asked": clipped(asked, 600)}
     return told_at(("message-names-cure", values), log.name, first.last, first.said)
 
 

@@ -94,8 +94,23 @@ def computed(said: str) -> RuleValues | None:
     compared = {f"{pair.name} in the checkpoint": saved, f"{pair.name} in the model": wanted}
     shown = {"name": pair.name, "saved": saved, "wanted": wanted, "compared": compared, **values}
     if kind == "rows":
-        kind += "-more" if pair.saved > pair.wanted else "-fewer"
+        kind = _class_of_rows(pair)
     return f"shape-{'other-size' if kind == _HIDDEN else kind}", shown
+
+
+_MEGATRON_NAMES = re.compile(r"word_embeddings|output_layer")
+MEGATRON_MULTIPLES = tuple(PADDING_MULTIPLE * 2**power for power in range(7))
+"""What Megatron pads a vocabulary to a multiple of: 128 for each tensor-parallel rank."""
+
+
+def _class_of_rows(pair: ShapePair) -> str:
+    """Whether one vocabulary is the other one as Megatron pads it, or which of them has more rows."""
+    small, large = sorted((pair.saved[0], pair.wanted[0]))
+    if _MEGATRON_NAMES.search(pair.name) or any(
+        small + -small % unit == large for unit in MEGATRON_MULTIPLES
+    ):
+        return "rows-padded"
+    return "rows-more" if pair.saved > pair.wanted else "rows-fewer"
 
 
 _HIDDEN = "hidden"
