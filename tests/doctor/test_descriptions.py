@@ -17,6 +17,14 @@ QUESTIONS = {
     "My exported model has no tokenizer, why?": "export-without-tokenizer",
     "The merged model talks gibberish after fine-tuning, what is wrong?": "description-only",
     "微调之后模型效果不对，怎么办？": "description-only",
+    "load_state_dict raises for a model with tied weights": "description-only",
+    "It crashes.": "description-only",
+    "loss 0 from the first step": "description-only",
+    "at step 100 the loss explodes": "description-only",
+    "合并 LoRA 之后模型一直重复输出同一句话": "description-only",
+    "从 Megatron 转回 HF 成功，但推理结果和训练时不一致": "description-only",
+    "为什么 loss: 0.0 一直不变？": "description-only",
+    "hello": "description-only",
 }
 
 
@@ -35,6 +43,9 @@ REPORTS = {
     "- 163 missing keys\n": "hf-wrapper-prefix",
     "Missing tensors error although all files are there\nRunning it gives\nmissing tensor: lm_head.weight\n"
     "ls *.safetensors | wc -l\n141\n": "description-only",
+    "用 ZeRO-3 全参微调，保存的模型只有 2 GB。\n环境：单机 8 卡\n步骤：\n1. 训练 500 步\n2. 保存检查点\n3. 合并权重\n"
+    "大小应该是 140 GB。\n": "description-only",
+    "step 1 loss: 2.3\nfrob\n请问这个报错怎么解决？\n": "description-only",
 }
 
 
@@ -44,7 +55,15 @@ def test_a_report_with_a_title_is_answered(report: str) -> None:
     assert (found.code, found.certainty) == (REPORTS[report], "possible")
 
 
-@pytest.mark.parametrize("text", ["epoch 1 done, no problems", "Training finished.\nSaved to out/.", "hello"])
+def test_a_question_is_not_the_failure_that_it_asks_about() -> None:
+    """An error that a program printed stays the first failure, without the question below it."""
+    (found,) = diagnose_text("log", "building\nERROR: Failed building wheel for frob\n请问这个报错怎么解决？")
+    assert found.places[0].line == 2 and "请问" not in found.rule.en
+
+
+@pytest.mark.parametrize(
+    "text", ["epoch 1 done, no problems", "Training finished.\nSaved to out/.", "模型转换完成"]
+)
 def test_other_sentences_are_no_failure(text: str) -> None:
     assert diagnose_text("log", text) == []
 

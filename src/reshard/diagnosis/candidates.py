@@ -35,6 +35,7 @@ from reshard.diagnosis.causes.unknown_arguments import of_arguments
 from reshard.diagnosis.entries.descriptions import DESCRIBED, of_description
 from reshard.diagnosis.entries.matching import of_entries
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
+from reshard.diagnosis.text.error_lines import is_error
 from reshard.diagnosis.text.first_failure import first_sign
 from reshard.diagnosis.text.log import Log, Traceback
 from reshard.diagnosis.text.partial_failures import EXIT_STATUS, is_consequence, is_launchers
@@ -101,7 +102,7 @@ def candidates_of(log: Log) -> list[Candidate]:
         found.append(Candidate(loading, explains, Specificity.KIND, place, covers))
     if root is None and not any(each.explains < Explains.WARNING for each in found):
         root = out_of_memory.last_words(log)
-    is_told = root is None or not (root.exception or root.frames)
+    is_told = root is None or not (root.exception or root.frames or is_error(root.said))
     if is_told and not found and (described := of_description(log)):
         closeness = Specificity.UNKNOWN if described.code == DESCRIBED else Specificity.MESSAGE
         place, covers = described.places[0].line or 0, frozenset({UNKNOWN_FAILURE})

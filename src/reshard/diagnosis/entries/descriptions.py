@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from reshard.checks.finding import Finding
 from reshard.checks.location import Location
 from reshard.checks.rules import told
 from reshard.diagnosis.entries.catalogue_entry import CatalogueEntry, catalogue
+from reshard.diagnosis.text.free_text import is_calm, is_question
 from reshard.diagnosis.text.log import Log
 
 DESCRIBED = "description-only"
@@ -19,7 +21,7 @@ _TAG = re.compile(r"^\W*(?i:bug|question|issue|help|求助|问题)\b")
 """How people begin the title of a report."""
 _LOGGED = re.compile(
     r"\d\d:\d\d:\d\d|Error:(?: |$)|\b(?:INFO|DEBUG|WARNING|ERROR)\b|^[ \t]{0,20}(?:[$#>{\[]|File \"|\*{3} )|\d%"
-    r"|\b(?:loss|rate|accuracy)['\"]?\s*[:=]|\.(?:py|cu|cpp|cc|h):\d",
+    r"|\b(?:loss|rate|accuracy)['\"]?\s*[:=]|\.(?:py|cu|cpp|cc|h):\d|[\[{(]['\"(]|^\W*(?:step|epoch|iter\w*)\W+\d",
     re.MULTILINE,
 )
 """What programs print: such a text is no description."""
@@ -34,15 +36,19 @@ _FAILS = re.compile(
     r"|not (?:loaded|trained|work(?:ing)?|load|there))\b"
     r"|\b\w+Error\b|\b(?i:leaves? out|help|why|how (?:do|can|to)|lost|refuse[sd]?)\b"
     r"|不了|不上|不动|不行|不对|没有|起不来|卡住|卡死|报错|出错|错误|为 ?nan"
-    r"|失败|崩溃|丢失|损坏|乱码|混合|怎么|为什么|请问|求助"
+    r"|失败|崩溃|丢失|损坏|乱码|混合|怎么|为什么|请问|求助|但|却|\b(?i:but)\b"
 )
 """What people write of runs that fail."""
+_ENDED_WELL = re.compile(
+    r"\b(?i:done|finished|complete[sd]?|success\w*|saved (?:to|in|as))\b|\bcode 0\b|完成|成功|结束|正常|没有问题"
+)
+"""What people and programs write of runs that ended well."""
 
 
 def of_description(log: Log) -> Finding | None:
     """The finding for a short text in which a person says that a run fails; None for other texts."""
     lines = [line for line in log.lines if line.text.strip()]
-    if not lines or not _is_report(lines[0].text, "\n".join(line.text for line in lines), len(lines), log):
+    if not lines or not _is_report([line.text for line in lines], log):
         return None
     text = "\n".join(line.text for line in lines)
     place = Location.of(log.name, lines[0].number, lines[0].text)
@@ -60,17 +66,26 @@ def of_description(log: Log) -> Finding | None:
     )
 
 
-def _is_report(title: str, text: str, count: int, log: Log) -> bool:
-    """Whether a person wrote a text that tells of a failure: all of it, or a title and what is below it."""
-    if not _FAILS.search(text) or count > MOST_TITLED:
-        return False
-    if _TAG.search(title):
+def _is_report(lines: Sequence[str], log: Log) -> bool:
+    """Whether a person wrote a text about a run, or a title or a question beside what the run printed.
+
+    A text that no program printed is a report unless it says that the run ended well: nobody describes a run
+    without a reason.
+    """
+    title, text = lines[0], "\n".join(lines)
+    if is_question(title) or is_question(lines[-1]):
         return True
-    if log.progress:
+    if len(lines) > MOST_TITLED:
         return False
-    is_short = count <= MOST and not _LOGGED.search(text)
+    fails = any(_FAILS.search(line) and not is_calm(line) for line in lines)
+    is_logged = bool(_LOGGED.search(text))
+    if fails and _TAG.search(title):
+        return True
+    is_by_person = bool(_PERSON.search(text) or _HEADING.fullmatch(title.strip()))
+    if not is_logged and (is_by_person or len(lines) == 1):
+        return fails if _ENDED_WELL.search(text) or any(map(is_calm, lines)) else True
     is_titled = not _LOGGED.search(title) and bool(_FAILS.search(title) or title.rstrip()[-1:] in "?？")
-    return (is_short or is_titled) and bool(_PERSON.search(text) or _HEADING.fullmatch(title.strip()))
+    return fails and is_titled and is_by_person and not log.progress
 
 
 def _describes(text: str, entry: CatalogueEntry) -> bool:

@@ -41,6 +41,12 @@ _ASKED = re.compile(
     re.VERBOSE,
 )
 """Words of people who ask about a failure."""
+_QUESTION = re.compile(
+    r"""怎么|为什么|请问|求助|求解|如何解决 | ^\W*(?i:how|why|what|is|are|any|can|could|does|has)\b.*[?？]\s*$
+      | \b(?i:any\ ideas|please\ help|help\ me)\b""",
+    re.VERBOSE,
+)
+"""Sentences in which people, and not programs, ask about a run."""
 _DENIES = re.compile(
     r"\b(?i:not|no|only|must|requires?|required|unexpected|unhandled|mixed|nan|timeout|exception|throwing)\b|n['’]t\b"
 )
@@ -77,7 +83,9 @@ def last_words(lines: Sequence[LogLine]) -> Traceback | None:
         told = [*(each for each in told[:EDGE_LINES] if _tells_of_hang(each.text)), *told[-LAST_LINES:]]
     hangs = describes_hang(lines)
     fails = [each for each in told if reports_failure(each.text) or (hangs and _HANGS.search(each.text))]
-    fails = fails or (_asked_about(told) if is_pasted else [])
+    fails = [each for each in fails if not is_question(each.text)] or (
+        _asked_about(told) if is_pasted else []
+    )
     line = next((each for each in fails if len(each.text) < DATA_LENGTH), None)
     if line is None:
         return None
@@ -96,3 +104,13 @@ def _asked_about(told: Sequence[LogLine]) -> list[LogLine]:
         return []
     words = re.compile(f"{_ASKED.pattern}|{_DENIES.pattern}", re.VERBOSE) if len(told) == 1 else _ASKED
     return [each for each in told if words.search(each.text) and not _CALM.search(each.text)]
+
+
+def is_calm(text: str) -> bool:
+    """Whether a line says that nothing is wrong, or that a program recovered."""
+    return bool(_CALM.search(text))
+
+
+def is_question(text: str) -> bool:
+    """Whether a person asks about a run in this line: it is no failure of the run."""
+    return bool(_QUESTION.search(text))
