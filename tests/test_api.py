@@ -9,6 +9,7 @@ import pydoc
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -349,3 +350,36 @@ def test_what_is_no_name_is_refused_as_such(tmp_path: Path, wrong: dict[str, Any
     for call in (reshard.open, partial(reshard.convert, dst=tmp_path / "out")):
         with pytest.raises(reshard.ReshardError, match=f"wrong value for {name}"):
             call(tmp_path, **wrong)  # type: ignore[operator]
+
+
+CALLS: dict[str, Callable[[], object]] = {
+    "convert": lambda: reshard.convert("a", "b", tpp=2),  # type: ignore[call-arg]
+    "average": lambda: reshard.average(["a", "b"], "c", tpp=2),  # type: ignore[call-arg]
+    "train": lambda: reshard.train("a", tpp=2),  # type: ignore[call-arg]
+    "inspect": lambda: reshard.inspect("a", stp=2),  # type: ignore[call-arg]
+    "verify": lambda: reshard.verify("a", "b", bas="c"),  # type: ignore[call-overload]
+    "doctor": lambda: reshard.doctor(pythn="a"),
+    "guard.run": lambda: reshard.guard.run(["true"], stal=2),  # type: ignore[call-arg]
+    "open": lambda: reshard.open("a", bas="c"),  # type: ignore[call-arg]
+    "stream": lambda: reshard.stream("a", bas="c"),
+    "from_pretrained": lambda: reshard.from_pretrained("a", bas="c"),
+}
+
+
+@pytest.mark.parametrize("function", CALLS)
+def test_an_unknown_argument_is_an_error_with_a_suggestion(function: str) -> None:
+    with pytest.raises(reshard.ReshardError, match="did you mean ") as error:
+        CALLS[function]()
+    assert isinstance(error.value, TypeError) and error.value.problems[0].code == "argument-unknown"
+
+
+def test_errors_are_not_chained_copies(tmp_path: Path) -> None:
+    """An error with more problems takes the place of the one that it repeats."""
+    for call in (
+        lambda: reshard.convert(tmp_path / "a", tmp_path / "b"),
+        lambda: reshard.verify(tmp_path / "a", tmp_path / "b"),
+        lambda: reshard.average([tmp_path / "a", tmp_path / "c"], tmp_path / "b"),
+    ):
+        with pytest.raises(reshard.ReshardError) as error:
+            call()
+        assert "".join(traceback.format_exception(error.value)).count("Traceback") == 1

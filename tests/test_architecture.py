@@ -144,3 +144,12 @@ def test_the_packages_of_the_doctor_run_downwards() -> None:
         if module.startswith(f"reshard.diagnosis.{other}.")
     ]
     assert upwards == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_error_of_ours_is_the_cause_of_another(path: Path) -> None:
+    """Users would see both in one traceback, with the same problems: see `cause_of`."""
+    handlers = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ExceptHandler))
+    ours = [each for each in handlers if each.type and "ReshardError" in ast.unparse(each.type)]
+    raised = [node for each in ours for node in ast.walk(each) if isinstance(node, ast.Raise)]
+    assert [ast.unparse(node) for node in raised if isinstance(node.cause, ast.Name)] == []

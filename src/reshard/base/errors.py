@@ -96,6 +96,20 @@ class ReshardError(Exception):
         return type(self), (self.problems,), {"__cause__": self.__cause__}
 
 
+def cause_of(error: Exception) -> BaseException | None:
+    """The cause of an error that takes the place of `error`: `raise ReshardError(…) from cause_of(error)`.
+
+    That is `error`, or the cause of a ReshardError, which would only say the same a second time.
+    """
+    return error.__cause__ if isinstance(error, ReshardError) else error
+
+
+class ArgumentsError(ReshardError, TypeError):
+    """A function was called with arguments that it does not take, or lacks some. Also a TypeError, as Python's own."""
+
+    __str__ = Exception.__str__
+
+
 def when(wrong: object, code: str, message: str, **fields: Any) -> list[Problem]:
     """A problem with these fields if something is wrong, for lists of rules."""
     return [Problem(code, message, **fields)] if wrong else []
@@ -118,7 +132,7 @@ def along_with(problems: Sequence[Problem]) -> Iterator[None]:
     try:
         yield
     except ReshardError as error:
-        raise ReshardError(dict.fromkeys([*error.problems, *problems])) from error
+        raise ReshardError(dict.fromkeys([*error.problems, *problems])) from cause_of(error)
     if problems:
         raise ReshardError(problems)
 

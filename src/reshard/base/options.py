@@ -39,6 +39,9 @@ from typing import (
     get_type_hints,
 )
 
+from reshard.base.errors import ArgumentsError, Problem
+from reshard.base.suggest import did_you_mean
+
 A = TypeVar("A")
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -257,7 +260,7 @@ def with_options(record: Any, positional: int = 0) -> Callable[[Callable[..., An
 
         @wraps(function)
         def wrapper(*given: Any, **named: Any) -> Any:
-            signature.bind(*given, **named)  # Python's TypeError for unknown names
+            _check_call(function.__name__, signature, given, named)
             unnamed = zip((each.name for each in options[:positional]), given[len(own) :], strict=False)
             return function(*(given[: len(own)] if positional else given), **named, **dict(unnamed))
 
@@ -267,6 +270,33 @@ def with_options(record: Any, positional: int = 0) -> Callable[[Callable[..., An
         return wrapper
 
     return decorate
+
+
+_ALL_ARGUMENTS = "see help() of this function for all its arguments"
+
+
+def _check_call(
+    name: str, signature: inspect.Signature, given: Sequence[Any], named: Mapping[str, Any]
+) -> None:
+    """Raise ArgumentsError unless a function with this signature can be called so."""
+    known = list(signature.parameters)
+    problems = [
+        Problem(
+            "argument-unknown",
+            f"{name}() got an unexpected keyword argument {each!r}",
+            remedy=did_you_mean(each, known, _ALL_ARGUMENTS),
+        )
+        for each in named
+        if each not in known
+    ]
+    if problems:
+        raise ArgumentsError(problems)
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        raise ArgumentsError(
+            "arguments-do-not-fit", f"{name}() got wrong arguments: {error}", remedy=_ALL_ARGUMENTS
+        ) from None
 
 
 def seconds_of(text: str) -> float:

@@ -13,7 +13,7 @@ from threading import Lock
 
 import numpy as np
 
-from reshard.base.errors import ReshardError, said
+from reshard.base.errors import ReshardError, cause_of, said
 from reshard.cluster.distribute import PartOrder
 from reshard.cluster.plan_parts import PartOutcome, execute_part
 from reshard.folders.companions import RECORD
@@ -108,7 +108,7 @@ class PartWorker:
             )
         except (ReshardError, OSError) as error:
             if problems := plan.sources.changed():
-                raise ReshardError(problems) from error
+                raise ReshardError(problems) from cause_of(error)
             raise
 
     def _plan(self) -> tuple[Plan, int]:

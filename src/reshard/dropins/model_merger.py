@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from reshard.api.verification import verify
-from reshard.base.errors import ReshardError
+from reshard.base.errors import ReshardError, cause_of
 from reshard.cli.console import Watch, handles_errors
 from reshard.cli.options import LOCAL
 from reshard.cli.usage import Group
@@ -88,7 +88,7 @@ def merge(
     except ReshardError as error:
         if [problem.code for problem in error.problems] != [IS_ADAPTER]:
             raise
-        raise _is_adapter(source, target_dir) from error
+        raise _is_adapter(source, target_dir) from cause_of(error)
 
 
 @command.command()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import ReshardError
+from reshard.base.errors import ReshardError, cause_of
 from reshard.base.plain_json import JSON_MOST, json_of
 from reshard.stores import as_path
 from reshard.transfer.source_files import Sources
@@ -136,7 +136,7 @@ def read_yaml(path: Path, sources: Sources) -> dict[str, Any]:
     try:
         raw = sources.read(path, JSON_MOST)
     except ReshardError as error:
-        raise ValueError(error.problems[0].message) from error
+        raise ValueError(error.problems[0].message) from cause_of(error)
     if path.suffix == ".json":
         content = json_of(raw)
     else:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from isal.isal_zlib import crc32
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, cause_of
 from reshard.stores import (
     OpenFile,
     Stamp,
@@ -276,7 +276,7 @@ class Sources:
             with suppress(ReshardError):  # if a store does not answer, `error` reports it
                 problems = self.changed(passed)
             if problems:
-                raise ReshardError(problems) from error
+                raise ReshardError(problems) from cause_of(error)
             raise
         if problems := self.changed(passed):
             raise ReshardError(problems)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from reshard.base.errors import ReshardError, listed, size
+from reshard.base.errors import ReshardError, cause_of, listed, size
 from reshard.base.exceptions_to_problems import too_long
 from reshard.transfer import part_claims
 from reshard.transfer.journal import SOURCE_CHANGED, Journal, OutputIdentity
@@ -287,7 +287,7 @@ def _there(folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:
     except (OSError, ReshardError) as error:
         if folder.exists():
             raise
-        raise _spoilt(folder, sizes, {}) from error
+        raise _spoilt(folder, sizes, {}) from cause_of(error)
     found = {name: (folder / name).lstat().st_size for name in _files(folder)}
     if found != sizes:
         raise _spoilt(folder, sizes, found)

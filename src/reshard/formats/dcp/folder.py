@@ -21,7 +21,7 @@ from pathlib import Path
 
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import assemble, overlaps
-from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.errors import Problem, ReshardError, cause_of, listed
 from reshard.containers.dcp_chunks import METADATA, ChunkFolder
 from reshard.containers.dcp_metadata import DcpMetadata, DcpTensor, read_metadata, spans
 from reshard.containers.torchfiles.read import ChunkReader
@@ -89,7 +89,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     try:
         return _open(path, sources, step)
     except ReshardError as error:
-        raise ReshardError(explained(error.problems, path.glob("*.distcp"))) from error
+        raise ReshardError(explained(error.problems, path.glob("*.distcp"))) from cause_of(error)
 
 
 def _step_of(path: Path) -> int | None:

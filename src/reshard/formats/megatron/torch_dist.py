@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.layout import Layout
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, cause_of
 from reshard.containers.dcp_chunks import ChunkFile
 from reshard.containers.dcp_metadata import (
     DcpMetadata,
@@ -81,7 +81,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     try:
         return _open(folder, sources, step)
     except ReshardError as error:
-        raise ReshardError(explained(error.problems, folder.glob("*.distcp"))) from error
+        raise ReshardError(explained(error.problems, folder.glob("*.distcp"))) from cause_of(error)
 
 
 def _open(folder: Path, sources: Sources, step: Iteration | None) -> Checkpoint:
