@@ -46,18 +46,18 @@ PIPE_WIDTH = 200
 
 
 def stdout() -> Console:
-    """The console for results. Rich respects NO_COLOR, and disables colour and wrapping for pipes."""
-    from rich.console import Console  # imported only if something is printed
+    """The console for results. Rich respects NO_COLOR, and disables colour for pipes; lines wrap on terminals only."""
+    from reshard.base.word_wrap import WrappingConsole  # imports rich, only if something is printed
 
     width = None if sys.stdout.isatty() else PIPE_WIDTH
-    return Console(soft_wrap=True, highlight=False, width=width)
+    return WrappingConsole(soft_wrap=True, highlight=False, width=width)
 
 
 def stderr() -> Console:
     """The console for progress, notes and errors."""
-    from rich.console import Console
+    from reshard.base.word_wrap import WrappingConsole
 
-    return Console(stderr=True, soft_wrap=True, highlight=False)
+    return WrappingConsole(stderr=True, soft_wrap=True, highlight=False)
 
 
 def print_json(content: Any) -> None:

@@ -274,7 +274,9 @@ def _print_cure(cure: str) -> None:
         if line.strip().startswith("```"):
             is_code = not is_code
         else:
-            console.print(f"[cyan]{escape_lines(line)}[/]" if is_code else escape_lines(line))
+            console.print(
+                f"[cyan]{escape_lines(line)}[/]" if is_code else escape_lines(line), no_wrap=is_code
+            )
 
 
 def link(source: str) -> str:

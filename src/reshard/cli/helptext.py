@@ -45,7 +45,7 @@ class Formatter(click.HelpFormatter):
     def _below(self, example: re.Match[str]) -> str:
         indent = example["indent"] + "    "
         room = self.width - self.current_indent - len(indent)
-        lines = textwrap.wrap(example["text"], max(room, 10))
+        lines = textwrap.wrap(example["text"], max(room, 10), break_long_words=False, break_on_hyphens=False)
         return "\n".join([example["indent"] + example["command"], *(indent + line for line in lines)])
 
 

@@ -24,11 +24,11 @@ class GuardScreen:
     @property
     def console(self) -> Console:
         """The console, at the start of a line."""
-        from rich.console import Console
+        from reshard.base.word_wrap import WrappingConsole
 
         terminal = self._relay.terminal if self._relay else None
         file = terminal.stderr() if terminal and terminal.is_raw else None
-        console = Console(file=file, stderr=True, soft_wrap=True, highlight=False)
+        console = WrappingConsole(file=file, stderr=True, soft_wrap=True, highlight=False)
         if self._relay and not self._relay.at_start:
             console.print()
         return console

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from reshard.base.word_wrap import WrappingConsole
 from reshard.training.engine_registry import engine_of
 from reshard.training.launching.rank_environment import LaunchedRank
 from reshard.training.rewards import named_rewards
@@ -34,7 +35,9 @@ CONTINUABLE_STATES = ("failed", "interrupted")
 class RunScreen:
     """The output of a launch. `language` is that of causes and remedies, "en" or "zh"."""
 
-    console: Console = field(default_factory=partial(Console, stderr=True, soft_wrap=True, highlight=False))
+    console: Console = field(
+        default_factory=partial(WrappingConsole, stderr=True, soft_wrap=True, highlight=False)
+    )
     quiet: bool = False
     language: str = "en"
 
