@@ -265,3 +265,32 @@ def test_python_names_the_argument_that_is_wrong(named: dict[str, Any], place: P
     told = raised.value.problems[0].as_dict()
     (name,) = named
     assert name in str(told).replace("-", "_") and told.keys() & {"expected", "remedy"}
+
+
+def test_a_similar_path_is_suggested(hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    shutil.copytree(hf_model("qwen3"), tmp_path / "models" / "mc")
+    for words in (["inspect"], ["verify"], ["doctor"]):
+        for typed in ("models/mcc", "model/mc"):
+            found = reshard(*words, tmp_path / typed)
+            assert (found.code, f"did you mean {tmp_path}/models/mc?" in found.err) == (2, True)
+    assert "check the path" in reshard("inspect", tmp_path / "something else").err
+
+
+def test_source_and_output_in_the_wrong_order_are_noticed(
+    hf_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = hf_model("qwen3")
+    (problem,) = reshard("convert", tmp_path / "out", model, "--to", "dcp", "--json").json["problems"]
+    assert problem["code"] == "source-and-output-exchanged"
+    assert f"swap the paths: {model} {tmp_path}/out" in problem["remedy"]
+
+
+def test_two_different_models_are_named_in_one_line(hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    qwen, llama, bare = hf_model("qwen3"), hf_model("llama"), tmp_path / "bare"
+    found = reshard("verify", qwen, llama)
+    assert found.code == 1 and len(found.out.splitlines()) == 1
+    assert found.out.startswith("different models: A is qwen3 (") and ", B is llama (" in found.out
+    api.convert(llama, bare, to="megatron", no_tokenizer=True)
+    (bare / "config.json").unlink(missing_ok=True)
+    (problem,) = reshard("verify", qwen, bare, "--json").json["problems"]
+    assert problem["code"] == "verify-different-models" and problem["file"] == str(bare)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
+from pathlib import Path
 
 MIN_SIMILARITY = 0.6
 """The least similarity of a suggestion, from 0 to 1 (`difflib.SequenceMatcher.ratio`)."""
@@ -38,6 +40,17 @@ def did_you_mean(
     """The remedy for an unknown name; `otherwise` is the remedy if no known name is similar."""
     near = meant(name, known, elsewhere)
     return f"did you mean {near}?" if near else otherwise
+
+
+def similar_path(path: Path) -> Path | None:
+    """The existing path with a name similar to the part of `path` that does not exist, and the same parts below it."""
+    with suppress(OSError):  # a folder that may not be listed
+        missing, *below = [each for each in (path, *path.parents) if not each.exists()][::-1] or [path]
+        for name in closest(missing.name, (each.name for each in missing.parent.iterdir()), most=3):
+            near = missing.with_name(name).joinpath(*(each.name for each in below))
+            if near.exists():
+                return near
+    return None
 
 
 def _plain(name: str) -> str:

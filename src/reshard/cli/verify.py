@@ -135,6 +135,10 @@ def _count_of(number: int, what: str) -> str:
 def _print_different(found: Comparison) -> None:
     """Print the verdict, then the tensors that differ."""
     console = stdout()
+    if found.models:
+        verdict, what = found.verdict.split(": ", 1)
+        console.print(f"[bold red]{verdict}:[/] {escape(what)} (--json lists all tensors that differ)")
+        return
     more = f"; {len(found.rounded)} more differ by rounding only" if found.rounded else ""
     different = found.different
     console.print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,13 +11,13 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError, size
+from reshard.base.errors import Problem, ReshardError, cause_of, size
 from reshard.cluster import executors
 from reshard.cluster.distribute import spread
 from reshard.cluster.part_worker import PartWorker, absolute, identity_of
 from reshard.commands.options import RunOptions
 from reshard.folders.companions import RECORD
-from reshard.formats import named_by, writable, written
+from reshard.formats import detect, named_by, writable, written
 from reshard.formats.options import ConversionOptions
 from reshard.planning import plan_conversion
 from reshard.records.checkpoint_files import foreign_among, foreign_in, is_checkpoint, stays
@@ -104,10 +105,12 @@ def convert(
     if how.on is not None:
         source, options = absolute(source, options)
     meter = MemoryMeter(how.limit)
+    if not source.exists() and target.exists() and detect(target):
+        raise ReshardError(_exchanged(source, target))
     try:
         plan = plan_conversion(source, options, how.on_step, meter)
     except ReshardError as error:
-        raise ReshardError([*error.problems, *_also_in_the_way(source, target, how)]) from error
+        raise ReshardError([*error.problems, *_also_in_the_way(source, target, how)]) from cause_of(error)
     identity = identity_of(plan, options, checksum=how.checksum)
     facts = {
         "command": how.command,
@@ -192,6 +195,18 @@ def _single(plan: Plan, target: Path, how: RunOptions) -> str | None:
             + ("; or a larger --max-shard-size" if len(files) > 1 else ""),
         )
     return files[0]
+
+
+def _exchanged(source: Path, target: Path) -> Problem:
+    return Problem(
+        "source-and-output-exchanged",
+        "the source does not exist, and the output is a checkpoint",
+        file=str(source),
+        rule="the source comes first, then the output",
+        found=f"a checkpoint in {target}",
+        remedy=f"if you meant to convert that one, swap the paths: {shlex.join([str(target), str(source)])}; "
+        "otherwise check the first one",
+    )
 
 
 def _also_in_the_way(source: Path, target: Path, how: RunOptions) -> list[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import ReshardError, size
+from reshard.base.errors import Problem, ReshardError, cause_of, size
 from reshard.base.foreign_text import html_table
 from reshard.families import declared
 from reshard.families.sized_family import Model
@@ -53,6 +53,9 @@ SHOWN = 40
 
 COLUMNS = ("tensor", "what differs", "A and B")
 """Titles of a table of differences."""
+
+APART = ("only in A", "only in B", "shape")
+"""Kinds of differences after which there are no values to compare."""
 
 EXPLAINED = (ROUNDED, ROUNDED_SUM)
 
@@ -123,6 +126,8 @@ class Comparison:
     logits: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
     rounded: list[Row] = field(default_factory=list)
+    models: tuple[str, str] | None = None
+    """What the models of A and B are, if they are different ones."""
     changes: list[Change] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -135,6 +140,9 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """The result in one line."""
+        if self.models:
+            a, b = self.models
+            return f"different models: A is {a}, B is {b}"
         if self.different:
             recast = f", {len(self.recast):,} in dtype only" if self.recast else ""
             return f"{_tensors(len(self.different))} different{recast}, {_tensors(self.tensors)} compared"
@@ -288,10 +296,13 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None) -> Side:
     quantized = {} if how or other.quantization else stored_weights(before)
     if base is None and not (checkpoint.root / "config.json").is_file():
         base = other.root if (other.root / "config.json").is_file() else None
+    borrowed = base == other.root
     try:
         found = resolve(describe(checkpoint, base), computes=False)
         return Side(found.checkpoint, found.model, logical_tensors(found), notes, quantized)
-    except ReshardError:
+    except ReshardError as error:
+        if borrowed and not checkpoint.has_hub_names:
+            raise ReshardError(_of_another_model(checkpoint, other, error.problems)) from cause_of(error)
         if not checkpoint.has_hub_names:
             raise
         # The names are the Hub's already: missing, extra or misshapen tensors are the differences.
@@ -299,6 +310,18 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None) -> Side:
         if declared(found.config.get("model_type")):
             found = replace(found, config={})  # it is damaged, so that its config says nothing of its tensors
         return Side(found.checkpoint, None, logical_tensors(found), notes, quantized)
+
+
+def _of_another_model(checkpoint: Checkpoint, other: Checkpoint, problems: Sequence[Problem]) -> Problem:
+    more = f", and {len(problems) - 1:,} more" if len(problems) > 1 else ""
+    return Problem(
+        "verify-different-models",
+        "the two checkpoints are different models, or one of them is incomplete",
+        file=str(checkpoint.root),
+        rule=f"there is no config.json in it, so that of the other side is used: {other.root}",
+        found=f"{problems[0].message}: {problems[0].found or problems[0].tensor}{more}",
+        remedy="check both paths; a conversion of this checkpoint with that base lists everything that does not fit",
+    )
 
 
 def _config(checkpoint: Checkpoint, base: Path | None) -> Mapping[str, Any]:
@@ -381,8 +404,35 @@ def _compared(
     rounded = sorted(row for row in found if row.kind in EXPLAINED)
     family = model.family.name if model else None
     return Comparison(
-        len(same), nbytes, sorted(rows), family, notes=notes, rounded=rounded, changes=sorted(changes or [])
+        len(same),
+        nbytes,
+        sorted(rows),
+        family,
+        notes=notes,
+        rounded=rounded,
+        models=_different_models(first, second, rows, len(same)),
+        changes=sorted(changes or []),
     )
+
+
+def _different_models(
+    first: Side, second: Side, rows: Sequence[Row], compared: int
+) -> tuple[str, str] | None:
+    """What both models are, if they differ in their family, or in the names and shapes of most tensors."""
+    apart = sum(row.kind in APART for row in rows)
+    families = {side.model.family.name for side in (first, second) if side.model}
+    if apart > compared or (apart and len(families) > 1):
+        return _model_of(first), _model_of(second)
+    return None
+
+
+def _model_of(side: Side) -> str:
+    """A model by its family and sizes, for people."""
+    if side.model is None:
+        return f"a model with {_tensors(len(side.tensors.tensors))}"
+    config = side.model.text
+    layers, hidden = config.get("num_hidden_layers", "?"), config.get("hidden_size", "?")
+    return f"{side.model.family.name} ({layers} layers, hidden size {hidden})"
 
 
 def _taken(waiting: deque[str]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from reshard.base.exceptions_to_problems import for_users
 from reshard.base.foreign_text import shown
 from reshard.base.languages import Text
 from reshard.base.plain_json import decoded
+from reshard.base.suggest import similar_path
 from reshard.checks.finding import Finding
 from reshard.checks.phrases import words
 from reshard.checks.root_causes import combined
@@ -346,7 +347,7 @@ def kind_of(target: str) -> Callable[[str], list[Finding]]:
             "no such file or directory",
             file=target,
             expected="a log, a script, a config, a checkpoint, or - for standard input",
-            remedy="check the path",
+            remedy=f"did you mean {similar}?" if (similar := similar_path(path)) else "check the path",
         )
     if not path.is_file():
         raise ReshardError(  # it is opened twice, and may never have a writer

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.missing_packages import install_command
+from reshard.base.suggest import similar_path
 from reshard.folders.allowed_paths import can_list, folders_in
 from reshard.folders.iterations import Iteration
 from reshard.formats import foreign
@@ -25,8 +26,9 @@ ABOVE, DEPTH, BELOW = 3, 5, 64
 
 def nothing_there(path: Path) -> ReshardError:
     """The error for a path that does not exist, which may be the name of a model on the Hub."""
-    found = None
+    found = similar = None
     with suppress(ReshardError):  # a store may allow access to the path, but not to its parents
+        similar = similar_path(path)
         near = next((parent for parent in path.absolute().parents if parent.exists()), None)
         if near is None:
             found = f"{[path, *path.parents][-1]} is not there either"
@@ -39,7 +41,9 @@ def nothing_there(path: Path) -> ReshardError:
         "no such file or directory",
         file=str(path),
         found=f"a link to {path.readlink()}" if path.is_symlink() else found,
-        remedy=download(path, f"name {path.name}") or "check the path",
+        remedy=f"did you mean {similar}?"
+        if similar
+        else download(path, f"name {path.name}") or "check the path",
     )
 
 
