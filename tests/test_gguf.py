@@ -21,6 +21,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
 from reshard.formats.gguf.value_types import QUANTIZED, READABLE_TYPES
@@ -30,8 +31,9 @@ from reshard.model.quantizer import STORAGES
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.thread_files import OpenFiles
 from tests.commandline import reshard as command
-from tests.genuine.huggingface import VARIANTS
+from tests.genuine.huggingface import COMMON, VARIANTS, _random_model
 from tests.genuine.peft import make_adapter
+from tests.genuine.tiny_configs import GEMMA
 
 Model = Callable[..., Path]
 Array = np.ndarray[Any, Any]
@@ -58,7 +60,6 @@ ARCHITECTURES = {
     "gemma3_text": "GEMMA3",
     "gpt_oss": "GPT_OSS",
     "deepseek_v3": "DEEPSEEK2",
-    "deepseek_v3_noq": "DEEPSEEK2",
     "deepseek_v3_mtp": "DEEPSEEK2",
 }
 LAYERS, HEADS, GROUPS, EXPERTS = 4, 8, 4, 8
@@ -90,8 +91,6 @@ def changed(name: str, family: str, value: Array) -> Iterator[tuple[str, Array]]
     """The tensors that llama.cpp's converter makes of one, under names that the package maps."""
     if family in ("llama", "mistral") and name.endswith(("q_proj.weight", "k_proj.weight")):
         value = turned(value, HEADS if "q_proj" in name else GROUPS)
-    if family == "gemma3_text" and name.endswith("norm.weight"):
-        value = value + np.float32(1)
     if "kv_b_proj" in name:
         both = value.reshape(HEADS, -1, value.shape[1])
         yield name.replace("kv_b", "k_b"), both[:, :16].swapaxes(1, 2)
@@ -112,11 +111,14 @@ def in_package(name: str) -> str:
 
 def reference(folder: Path, variant: str, kind: str) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """What the file must have: names, types and bytes by the package gguf."""
-    family = variant.removesuffix("_tied").removesuffix("_noq").removesuffix("_mtp")
+    family = variant.removesuffix("_tied").removesuffix("_mtp")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[variant]], LAYERS)
     found: dict[str, Array] = {}
     stacks: dict[str, dict[int, Array]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
+        if family == "gemma3_text" and name.endswith("norm.weight"):
+            found[name] = ((tensor if tensor.dtype == torch.float16 else tensor.float()) + 1).float().numpy()
+            continue
         before, _, after = name.partition(".experts.")
         number, _, rest = after.partition(".")
         if f"model.layers.{LAYERS}." in name:
@@ -155,7 +157,6 @@ def typed(name: str, value: Array, kind: str) -> tuple[str, tuple[int, ...], byt
     "gemma3_text-f16",
     "gpt_oss-f16",
     "deepseek_v3_mtp-q8_0",
-    "deepseek_v3_noq-f16",
 )
 def test_tensors_are_those_that_the_package_makes(
     variant: str, kind: str, model: Model, tmp_path: Path
@@ -191,6 +192,23 @@ def test_the_type_is_that_of_the_source(dtype: str, model: Model, tmp_path: Path
     reshard.convert(model("llama", "float32"), tmp_path / "cast.gguf", dtype=dtype)
     assert stored(tmp_path / "plain.gguf") == reference(folder, "llama", kind)
     assert stored(tmp_path / "cast.gguf") == reference(model("llama", "float32"), "llama", kind)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_norms_of_gemma_are_summed_in_the_dtype_of_the_converter(
+    dtype: str, model: Model, tmp_path: Path
+) -> None:
+    """Plus one in float16 or float32. `verify` finds the rounded sum, and the way back is exact but for it."""
+    folder, file = model("gemma3_text", dtype), tmp_path / "model.gguf"
+    reshard.convert(folder, file, quantize="f16")
+    assert stored(file) == reference(folder, "gemma3_text", "f16")
+    reshard.convert(folder, file, overwrite=True)
+    assert all(row.kind == "dtype" for row in reshard.verify(folder, file).rows)
+    reshard.convert(file, tmp_path / "back", base=folder, dtype=dtype)
+    norm = "model.norm.weight"
+    weight, returned = (load_file(each / "model.safetensors")[norm] for each in (folder, tmp_path / "back"))
+    total = (weight if dtype == "float16" else weight.float()) + 1
+    assert returned.equal((total.double() - 1).to(weight.dtype))
 
 
 @pytest.mark.parametrize("base", [500000.0, 10000.0])
@@ -460,7 +478,6 @@ WRONG = {
     "gguf-dtype-and-quantize": ("llama", "out.gguf", "--dtype", "float32", "--quantize", "q8_0"),
     "gguf-mxfp4-without-experts": ("llama", "out.gguf", "--quantize", "mxfp4"),
     "gguf-model-unsupported": ("seed_oss", "out.gguf"),
-    "family-not-for-engine": ("phi3", "out.gguf"),
     "destination-must-be-folder": ("llama", "out.gguf", "--max-shard-size", "100KB"),
 }
 
@@ -471,6 +488,57 @@ def test_wrong_requests_are_refused(code: str, model: Model, tmp_path: Path) -> 
     (problem,) = problems("convert", model(name), tmp_path / out, *flags)
     assert problem["code"] == code and problem["remedy"]
     assert list(tmp_path.iterdir()) == []
+
+
+OTHERS = {"olmo2": {}, "granite": {}, "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4}, "phi3": {}}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_that_is_not_written_is_named_and_the_remedy_works(name: str, tmp_path: Path) -> None:
+    """GPT-2 has no declared family, OLMo 2 none of Megatron-Core: neither is the reason here."""
+    sizes = {key: value for key, value in COMMON.items() if name != "gpt2" or key == "vocab_size"}
+    source = tmp_path / "source"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**sizes, **OTHERS[name]})).save_pretrained(
+        source
+    )
+    (problem,) = problems("convert", source, tmp_path / "out.gguf", "--no-tokenizer")
+    assert problem["code"] == "gguf-model-unsupported" and problem["found"] == f"model_type {name}"
+    assert "--to huggingface" in problem["remedy"]
+    assert command("convert", source, tmp_path / "out", "--to", "huggingface", "--no-tokenizer").code == 0
+
+
+def test_a_checkpoint_without_a_config_is_named_by_its_family(tmp_path: Path) -> None:
+    source = Path(__file__).parent / "data" / "internlm" / "internlm1-isp"
+    (problem,) = problems("convert", source, tmp_path / "out.gguf", "--no-tokenizer")
+    assert problem["code"] == "gguf-model-unsupported" and problem["found"] == "model_type internlm"
+
+
+NOT_LOADED: dict[str, tuple[str, dict[str, Any]]] = {
+    "tie_word_embeddings": ("gemma", {**GEMMA, "tie_word_embeddings": False}),
+    "tie_word_embeddings of gpt-oss": ("gpt_oss", {**VARIANTS["gpt_oss"][1], "tie_word_embeddings": True}),
+    "head_dim": ("qwen2", {"head_dim": 32}),
+    "mlp_only_layers": ("qwen3_moe", {**VARIANTS["qwen3_moe"][1], "mlp_only_layers": [0]}),
+    "decoder_sparse_step": ("qwen3_moe", {**VARIANTS["qwen3_moe"][1], "decoder_sparse_step": 2}),
+    "q_lora_rank": VARIANTS["deepseek_v3_noq"],
+    "n_group": ("deepseek_v3", {**VARIANTS["deepseek_v3"][1], "n_group": 8}),
+    "topk_group": ("deepseek_v3", {**VARIANTS["deepseek_v3"][1], "n_group": 2, "topk_group": 2}),
+}
+"""Model types and settings with which llama.cpp loads no file; `tests/test_gguf_peer.py` lets it try."""
+
+
+def make_not_loaded(key: str, folder: Path) -> Path:
+    model_type, settings = NOT_LOADED[key]
+    _random_model(model_type, {**COMMON, **settings}, "float32", 0).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("key", NOT_LOADED)
+def test_what_llama_cpp_cannot_load_is_refused(key: str, tmp_path: Path) -> None:
+    source = make_not_loaded(key, tmp_path / "source")
+    (problem,) = problems("convert", source, tmp_path / "out.gguf", "--no-tokenizer")
+    assert problem["code"] == "gguf-not-loadable" and key.split()[0] in problem["message"]
+    assert [each.name for each in tmp_path.iterdir()] == ["source"]
+    assert command("convert", source, tmp_path / "out", "--to", "huggingface", "--no-tokenizer").code == 0
 
 
 def test_values_of_quantize_are_listed() -> None:

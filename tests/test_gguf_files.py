@@ -33,6 +33,10 @@ TYPES = [
     for family in ("llama", "qwen3_moe", "deepseek_v3")
     for kind in ("bf16", "f16", "q8_0", "tq2_0")
 ]
+HALVES = [
+    *(("llama", "bfloat16"), ("gemma3", "bfloat16")),
+    *(("gemma", "float16"), ("gemma2", "float16"), ("gemma3", "float16")),
+]
 K_QUANTS = {"Q4_K_M": 15, "Q2_K": 10, "IQ4_XS": 30, "Q6_K": 18}
 """Types of files by their number in llama.h, none of which the package gguf writes."""
 
@@ -53,12 +57,11 @@ def others(peer: Peer) -> Path:
         ]
         for family, kind in TYPES
     ]
-    for family in ("llama", "gemma3"):
-        halves = folder / family / peer.model(family).name
-        reshard.convert(peer.model(family), halves, dtype="bfloat16")
-        jobs.append(
-            ["convert", source(), halves, folder / f"half-{family}.gguf", "auto", FAMILIES[family].pre]
-        )
+    for family, dtype in HALVES:
+        halves = folder / f"{family}-{dtype}" / peer.model(family).name
+        reshard.convert(peer.model(family), halves, dtype=dtype)
+        file = folder / f"half-{family}-{dtype}.gguf"
+        jobs.append(["convert", source(), halves, file, "auto", FAMILIES[family].pre])
     packed = folder / "packed" / peer.model("gpt_oss").name
     reshard.convert(peer.model("gpt_oss"), folder / "halves", dtype="bfloat16")
     reshard.convert(folder / "halves", packed, quantize="mxfp4")
@@ -142,10 +145,20 @@ def test_what_the_converter_wrote_becomes_the_folder(family: str, peer: Peer, tm
 def test_halves_that_the_converter_wrote_become_the_folder(
     family: str, peer: Peer, others: Path, tmp_path: Path
 ) -> None:
-    folder = others / family / peer.model(family).name
-    reshard.convert(others / f"half-{family}.gguf", tmp_path / "back", base=folder, dtype="bfloat16")
+    folder = others / f"{family}-bfloat16" / peer.model(family).name
+    reshard.convert(others / f"half-{family}-bfloat16.gguf", tmp_path / "back", base=folder, dtype="bfloat16")
     there, back = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "back"))
     assert there.keys() == back.keys() and all(back[name].equal(each) for name, each in there.items())
+
+
+@pytest.mark.parametrize(("family", "dtype"), HALVES)
+def test_models_in_16_bits_become_the_file_of_the_converter(
+    family: str, dtype: str, others: Path, tmp_path: Path
+) -> None:
+    """The norms of a Gemma in float16 are rounded in float16 when one is added."""
+    (folder,) = (others / f"{family}-{dtype}").iterdir()
+    reshard.convert(folder, tmp_path / "ours.gguf")
+    assert_same(tmp_path / "ours.gguf", others / f"half-{family}-{dtype}.gguf")
 
 
 def test_llama_cpp_loads_all_parts(peer: Peer, others: Path) -> None:

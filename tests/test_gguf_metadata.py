@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 from transformers import AutoConfig
 
 from reshard.base.errors import ReshardError
@@ -27,6 +28,7 @@ from reshard.formats.gguf.tokenizer_metadata import merged_pieces
 from reshard.formats.gguf.typed_metadata import TypedMetadata
 from reshard.formats.gguf.value_types import Value, ValueType
 from reshard.formats.gguf.write import _frequencies
+from tests.genuine.huggingface import LLAMA3_ROPE
 
 DATA = Path(__file__).parent / "data" / "gguf"
 FAMILIES = sorted(each.name for each in DATA.iterdir())
@@ -283,12 +285,20 @@ def test_a_damaged_tokenizer_is_named(family: str, name: str, content: bytes) ->
 
 
 @pytest.mark.parametrize(
-    "files", [{"tekken.json": b"{}"}, {"tokenizer.json": b'{"model": {"type": "Unigram", "vocab": []}}'}]
+    ("trained", "code", "found"),
+    [
+        (models.Unigram([("a", 0.0)]), "gguf-tokenizer-not-bpe", "a model of type Unigram"),
+        (models.WordPiece({"a": 0}, unk_token="a"), "gguf-tokenizer-not-bpe", "a model of type WordPiece"),
+        (models.WordLevel({"a": 0}, unk_token="a"), "gguf-tokenizer-not-bpe", "a model of type WordLevel"),
+        (None, "gguf-tokenizer-unknown", "tekken.json"),
+    ],
 )
-def test_a_tokenizer_that_only_other_engines_read_is_refused(files: dict[str, bytes]) -> None:
+def test_a_tokenizer_that_only_other_engines_read_is_named(trained: Any, code: str, found: str) -> None:
+    files = {"tokenizer.json": Tokenizer(trained).to_str().encode()} if trained else {"tekken.json": b"{}"}
     with pytest.raises(ReshardError, match=r"--no-tokenizer") as raised:
         metadata(read_config(DATA / "mistral"), files, "llama", facts_of("mistral"))
-    assert [each.code for each in raised.value.problems] == ["gguf-tokenizer-unknown"]
+    (problem,) = raised.value.problems
+    assert (problem.code, problem.found) == (code, found)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +313,10 @@ def test_a_tokenizer_that_only_other_engines_read_is_refused(files: dict[str, by
         ("gemma2", "query_pre_attn_scalar", 99),
         ("gemma2", "layer_types", ["full_attention"] * 2),
         ("llama", "hidden_act", "gelu"),
+        ("gemma2", "final_logit_softcapping", None),
+        ("gemma3", "attn_logit_softcapping", 50.0),
         ("llama", "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}),
+        ("qwen3", "rope_scaling", LLAMA3_ROPE),
     ],
 )
 def test_what_llama_cpp_computes_differently_is_a_warning(family: str, key: str, value: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reshard
-from reshard.formats.gguf import container
+from reshard.formats.gguf import container, write
 from reshard.formats.gguf.general_metadata import named, size_label, titled
 from reshard.formats.gguf.hyperparameters import ARCHITECTURES, model_type
 from reshard.formats.gguf.metadata import ModelFacts, metadata
@@ -28,8 +28,9 @@ from reshard.formats.gguf.value_types import Value, ValueType
 from reshard.transfer.source_files import Sources
 from tests.environments import python
 from tests.genuine.gguf_models import FAMILIES, POSITIONS, ROWS, TOKENS
-from tests.genuine.huggingface import CORPUS
+from tests.genuine.huggingface import CORPUS, LLAMA3_ROPE
 from tests.genuine.llama_cpp import run, source
+from tests.test_gguf import NOT_LOADED, make_not_loaded
 from tests.test_gguf_metadata import OF_TENSORS, files_of, plain, read_config
 
 pytestmark = pytest.mark.slow
@@ -149,6 +150,36 @@ def test_llama_cpp_loads_a_model_without_a_tokenizer(peer: Peer, tmp_path: Path)
     reshard.convert(peer.model("qwen3"), tmp_path / "ours.gguf", no_tokenizer=True)
     run(["logits", tmp_path / "ours.gguf", peer.folder / "ids.npy", tmp_path / "ours.npy"])
     assert_same_logits(np.load(tmp_path / "ours.npy"), peer, "qwen3")
+
+
+@pytest.mark.parametrize("key", NOT_LOADED)
+def test_llama_cpp_loads_none_of_the_models_that_are_refused(
+    key: str, peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "not_loaded", lambda *_: [])
+    reshard.convert(make_not_loaded(key, tmp_path / "source"), tmp_path / "ours.gguf", no_tokenizer=True)
+    with pytest.raises(subprocess.CalledProcessError):
+        run(["logits", tmp_path / "ours.gguf", peer.folder / "ids.npy", tmp_path / "ours.npy"])
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral"])
+def test_llama_cpp_computes_llama3_scaling_of_its_whole_architecture(
+    family: str, peer: Peer, tmp_path: Path
+) -> None:
+    """The file has divisors of frequencies, as the converter's has."""
+    folder = shutil.copytree(peer.model(family), tmp_path / peer.model(family).name)
+    config = read_config(folder)
+    config["rope_scaling"] = {**LLAMA3_ROPE, "original_max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    reshard.convert(folder, ours)
+    run(
+        ["convert", source(), folder, theirs, "f32", FAMILIES[family].pre],
+        ["logits", ours, peer.folder / "ids.npy", tmp_path / "ours.npy"],
+    )
+    assert data_of(ours) == data_of(theirs)
+    expected = logits_of_transformers(folder, np.load(peer.folder / "ids.npy"))
+    assert np.abs(np.load(tmp_path / "ours.npy") - expected).max() <= 1e-3 * np.abs(expected).max()
 
 
 TEXTS = [

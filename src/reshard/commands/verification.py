@@ -517,6 +517,8 @@ def _other_dtype(
     row = Row(name, "dtype", left, right, found.largest, None, found.elements, a.view.numel)
     if found.rounded_to:
         return row._replace(values=f"{EQUAL} after rounding to {found.rounded_to}"), found.elements
+    if _is_rounded(comparer, first, second, name):
+        return row._replace(kind=ROUNDED_SUM), found.elements
     return row._replace(kind="dtype and values"), found.elements
 
 

@@ -26,11 +26,15 @@ class Native(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What is done to each element: `plus` is added, or it is multiplied by `times`, or divided by `over`."""
+    """What is done to each element: `plus` is added, or it is multiplied by `times`, or divided by `over`.
+
+    A sum is computed in float64, or, if `in_torch`, as torch does: float16 in float16, everything else in float32.
+    """
 
     plus: float = 0.0
     times: float = 1.0
     over: float = 1.0
+    in_torch: bool = False
 
 
 class ReversibleStep(NamedTuple):

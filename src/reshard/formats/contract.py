@@ -165,6 +165,10 @@ def no_problems(request: Request) -> list[Problem]:
     return []
 
 
+def any_model(config: Mapping[str, Any]) -> None:
+    """Every model is written."""
+
+
 def nothing_else(request: Request) -> list[OutputCommand]:
     """No commands."""
     return []
@@ -190,6 +194,7 @@ class Target:
     weights alone, with neither of these. `beside` is the folder of config and
     tokenizer, if they are not next to the weights. `judges_model` says that its engine computes what the entries of
     families describe.
+    `check_config` raises ReshardError for a config whose model the format cannot describe, before its family is found.
     `fit` sets model and layout to the engine's sizes, before tensors are named, and refuses what the engine cannot
     store. `complete` afterwards adds what the engine stores differently, which takes the memory that `need` tells.
     `notes`, `warnings` and `load_with` are what users should know and type, in addition to the folder, and `afterwards`
@@ -213,6 +218,7 @@ class Target:
     judges_model: bool = True
     renames: Callable[[Mapping[str, Any]], tuple[Renaming, ...] | None] | None = None
     leaves_out: Callable[[Request, str], str | None] = nowhere
+    check_config: Callable[[Mapping[str, Any]], None] = any_model
     fit: Callable[[Request], Request] = as_asked
     complete: Callable[[Request], Request] = as_asked
     need: Callable[[Request], MemoryNeed] = no_memory

@@ -1,7 +1,8 @@
 """Tensors whose elements one side stores changed, such as norms plus one: a rule declares the `Step` between both.
 
 Megatron-Core computes with `1 + weight` if `apply_layernorm_1p` is set; if the Hub's model computes with the weight
-itself, the two differ by one. Sums are float64, which is exact for trained weights; only the stored result is rounded.
+itself, the two differ by one. Sums are float64, which is exact for trained weights; only the stored result is rounded
+(llama.cpp's converter adds in the dtype of the weights, and its sums are rounded in it).
 Products and quotients are float32, as MaxText computes them, with a factor that is float32, too.
 """
 
@@ -37,7 +38,11 @@ class SteppedTensor(Computed):
         found = as_float(read(tensor, begin, end), tensor.dtype)
         raw: np.ndarray[Any, Any]
         if self.step.plus:
-            raw = (found.astype(np.float64) + self.step.plus).view(np.uint64)
+            kind: np.dtype[Any] = np.dtype(np.float64)
+            if self.step.in_torch:
+                kind = found.dtype if found.dtype == np.float16 else np.dtype(np.float32)
+            total = found.astype(kind) + kind.type(self.step.plus)
+            raw = total.astype(np.float64).view(np.uint64)
             return raw
         with np.errstate(over="ignore", invalid="ignore"):  # reported by name as NaN or Inf
             raw = found.astype(np.float32) * np.float32(self.step.times) / np.float32(self.step.over)

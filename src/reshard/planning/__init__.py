@@ -328,7 +328,11 @@ def _resolved(checkpoint: Checkpoint, target: Target, options: ConversionOptions
     described = describe(checkpoint, options.base_path, options.family, options.trust)
     if not target.keeps_names:
         refuse_other_head(described)
-        return resolve(described, options.trust, computes=target.judges_model)
+        if described.config:
+            target.check_config(described.config)
+        resolved = resolve(described, options.trust, computes=target.judges_model)
+        target.check_config(resolved.config)
+        return resolved
     if options.family:
         return resolve(described, options.trust, computes=not checkpoint.has_hub_names)
     wrong = contradictions(described.config) if checkpoint.has_hub_names else []

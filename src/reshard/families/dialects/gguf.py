@@ -16,7 +16,7 @@ from functools import partial
 from reshard.algebra.views import View, concat
 from reshard.families.dialect import Dialect
 from reshard.families.dialects.internevo import heads_in_halves
-from reshard.families.rules import GATED, Block, Dims, Rule, native, plus, same, under
+from reshard.families.rules import GATED, Block, Dims, ReversibleStep, Rule, Step, native, same, under
 
 EMBEDDING = "token_embd.weight"
 GGUF = Dialect("gguf", (EMBEDDING,), widened=True, sharded=False)
@@ -198,4 +198,6 @@ def _in_turn(dims: Dims, kind: str, *inner: int) -> View:
 
 
 def _plus_one(rules: list[Rule]) -> Iterator[Rule]:
-    return (replace(rule, change=plus(-1.0)) if rule.hf.endswith("norm.weight") else rule for rule in rules)
+    """Norms plus one, rounded as the converter rounds them: in float16 if the weights are in float16."""
+    change = ReversibleStep(Step(plus=-1.0), Step(plus=1.0, in_torch=True), rounds=True)
+    return (replace(rule, change=change) if rule.hf.endswith("norm.weight") else rule for rule in rules)

@@ -1,6 +1,6 @@
-"""What llama.cpp computes differently from a config, without a trace in a GGUF file.
+"""What llama.cpp computes differently from a config, without a trace in a GGUF file, and models that it does not load.
 
-Source: `src/models/` of llama.cpp, as in llama-cpp-python 0.3.36.
+Source: `src/models/` and `src/llama-model.cpp` of llama.cpp, as in llama-cpp-python 0.3.36.
 """
 
 from __future__ import annotations
@@ -9,11 +9,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.base.errors import Problem
-from reshard.formats.gguf.hyperparameters import completed, model_type, ropes
+from reshard.families.rules import Dims
+from reshard.formats.gguf.hyperparameters import ARCHITECTURES, completed, model_type, ropes
 
 Config = Mapping[str, Any]
 
-KNOWN_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
+KNOWN_ROPES = ("default", "linear", "yarn")
+DEFAULT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""What llama.cpp assumes for Gemma 2 if a file has no caps."""
+LAYERS_WITHOUT_QUERY_LORA = (26, 27)
+"""Layers of the DeepSeek models whose queries llama.cpp loads without `q_lora_rank`."""
 FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
 """Of so many layers, the last has full attention."""
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62, "gemma3_text": 62}
@@ -21,9 +26,10 @@ LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62, "gemma3_text": 62}
 
 
 def _all(config: Config) -> Iterator[tuple[str, object, object]]:
+    has_divisors = ARCHITECTURES[config["model_type"]] == "llama"
     for rope in ropes(config):
         kind = rope.get("rope_type", "default")
-        if kind not in KNOWN_ROPES:
+        if kind not in KNOWN_ROPES and not (kind == "llama3" and has_divisors):
             yield "rope_type", kind, "default"
     part = ropes(config)[0].get("partial_rotary_factor")
     if part not in (None, 1, 1.0):
@@ -71,6 +77,19 @@ def _gemma(config: Config) -> Iterator[tuple[str, object, object]]:
         yield "query_pre_attn_scalar", config.get("query_pre_attn_scalar", 256), scalar
 
 
+def _gemma2(config: Config) -> Iterator[tuple[str, object, object]]:
+    yield from _gemma(config)
+    for key, default in DEFAULT_CAPS.items():
+        if not config.get(key):
+            yield key, config.get(key), default
+
+
+def _gemma3(config: Config) -> Iterator[tuple[str, object, object]]:
+    yield from _gemma(config)
+    if cap := config.get("attn_logit_softcapping"):
+        yield "attn_logit_softcapping", cap, None
+
+
 def _qwen3_moe(config: Config) -> Iterator[tuple[str, object, object]]:
     yield from _windows(config)
     if not config.get("norm_topk_prob", False):
@@ -90,9 +109,9 @@ _OWN = {
     "qwen3": _windows,
     "qwen3_moe": _qwen3_moe,
     "mixtral": _windows,
-    "gemma2": _gemma,
-    "gemma3": _gemma,
-    "gemma3_text": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gemma3_text": _gemma3,
     "gpt_oss": _gpt_oss,
 }
 
@@ -112,3 +131,47 @@ def differences(config: Config) -> Iterator[Problem]:
             remedy="compare logits before you use the file",
             severity="warning",
         )
+
+
+def _not_loaded(family: str, config: Config, dims: Dims) -> Iterator[tuple[str, object, object]]:
+    """Settings with which llama.cpp's loader ends, each with what it needs instead."""
+    if family in ("gemma", "gemma2") and not dims.tied:
+        yield "tie_word_embeddings", False, True
+    if family == "gpt_oss" and dims.tied:
+        yield "tie_word_embeddings", True, False
+    if family == "qwen2" and dims.heads * dims.head_dim != dims.hidden:
+        yield "head_dim", dims.head_dim, f"{dims.hidden} / {dims.heads}, hidden_size over num_attention_heads"
+    if family == "qwen3_moe" and len(dims.sparse) != dims.layers:
+        dense = sorted({*range(dims.layers)} - {*dims.sparse})
+        yield (
+            "mlp_only_layers or decoder_sparse_step",
+            f"no experts in layers {dense}",
+            "experts in every layer",
+        )
+    if family == "deepseek_v3":
+        yield from _deepseek_not_loaded(completed(config), dims)
+
+
+def _deepseek_not_loaded(config: Config, dims: Dims) -> Iterator[tuple[str, object, object]]:
+    if not dims.q_lora and dims.layers not in LAYERS_WITHOUT_QUERY_LORA:
+        yield "q_lora_rank", None, "a rank"
+    groups, chosen = config["n_group"], config["topk_group"]
+    if groups >= dims.experts:
+        yield "n_group", groups, f"fewer groups than the {dims.experts} experts"
+    if 1 < groups <= chosen:
+        yield "topk_group", chosen, f"fewer than the {groups} groups of n_group"
+
+
+def not_loaded(config: Config, dims: Dims) -> list[Problem]:
+    """A problem for each setting of a model that llama.cpp's loader does not accept."""
+    return [
+        Problem(
+            "gguf-not-loadable",
+            f"llama.cpp cannot load a model with this {key}",
+            file="config.json",
+            expected=str(needed),
+            found=str(stated),
+            remedy="choose another format: --to huggingface",
+        )
+        for key, stated, needed in _not_loaded(model_type(config), config, dims)
+    ]

@@ -283,9 +283,18 @@ def _kind(files: Files, tokenizer: Json, arch: str) -> str:
         return "merged pieces"
     if (TOKENIZER in files and _is_bpe(tokenizer)) or (TOKENIZER not in files and VOCABULARY in files):
         return "byte-level"
+    if TOKENIZER in files:
+        raise ReshardError(
+            "gguf-tokenizer-not-bpe",
+            f"a tokenizer of this type cannot be written for llama.cpp's {arch}",
+            file=TOKENIZER,
+            expected=f"a model of type BPE, or {PIECES}",
+            found=f"a model of type {tokenizer['model']['type']}",
+            remedy="pass --no-tokenizer: llama.cpp then takes and returns token ids",
+        )
     raise ReshardError(
         "gguf-tokenizer-unknown",
-        "llama.cpp's tokenizers cannot be made of the files of this one",
+        "cannot build a llama.cpp tokenizer from these files",
         expected=f"{TOKENIZER} of type BPE, {PIECES}, or {VOCABULARY} with {MERGES}",
         found=", ".join(sorted(files)) or "none of them",
         remedy="save the tokenizer with transformers, and pass its folder: --base DIR; or pass --no-tokenizer",

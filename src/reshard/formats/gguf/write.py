@@ -25,6 +25,8 @@ from reshard.formats.contract import Request, Target
 from reshard.formats.gguf import container
 from reshard.formats.gguf.block_types import UINT8, BlockBytes, check_package, repacked
 from reshard.formats.gguf.folder import SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS
+from reshard.formats.gguf.hyperparameters import model_type
+from reshard.formats.gguf.llama_cpp_differences import not_loaded
 from reshard.formats.gguf.metadata import ARCHITECTURES, ModelFacts, metadata
 from reshard.formats.gguf.value_types import (
     BF16,
@@ -101,18 +103,22 @@ def _wanted(request: Request, main: DType) -> TensorType:
     return PLAIN_TYPES.get(main.name, F32)
 
 
-def fit(request: Request) -> Request:
-    """The request. Raises ReshardError for a model that the metadata cannot describe."""
-    model_type = request.declared.text.get("model_type")
-    if model_type not in ARCHITECTURES:
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raise ReshardError for a model that the metadata cannot describe."""
+    if (found := model_type(config)) not in ARCHITECTURES:
         raise ReshardError(
             "gguf-model-unsupported",
-            "this model cannot be written as GGUF",
+            "reshard cannot write this model as GGUF",
             rule="config and tokenizer become metadata of llama.cpp, which differ by model",
             expected=f"model_type {', '.join(sorted(ARCHITECTURES))}",
-            found=f"model_type {model_type}",
-            remedy="convert it to a Hugging Face folder, and then with convert_hf_to_gguf.py of llama.cpp",
+            found=f"model_type {found}",
+            remedy="write a Hugging Face folder (--to huggingface), and convert that with convert_hf_to_gguf.py of"
+            " llama.cpp, if llama.cpp has the model",
         )
+
+
+def fit(request: Request) -> Request:
+    """The request. Raises ReshardError for options that exclude each other, and for a model that is not loaded."""
     if request.options.quantize and request.options.dtype:
         raise ReshardError(
             "gguf-dtype-and-quantize",
@@ -125,11 +131,13 @@ def fit(request: Request) -> Request:
         raise ReshardError(
             "gguf-mxfp4-without-experts",
             "only experts are stored in MXFP4, and the model has none",
-            found=f"--quantize {request.options.quantize}, model_type {model_type}",
+            found=f"--quantize {request.options.quantize}, model_type {model_type(request.config)}",
             remedy="pass --quantize q8_0",
         )
     if kind not in DTYPES:
         check_package()
+    if problems := not_loaded(request.config, request.declared.dims):
+        raise ReshardError(problems)
     return replace(request, model=replace(request.declared, carried={}))
 
 
@@ -221,10 +229,12 @@ def _file_type(request: Request, tensors: Mapping[str, GgufTensor]) -> int:
 def _frequencies(config: Mapping[str, Any]) -> list[float]:
     """What llama3 scaling divides each rotary frequency by (`LlamaModel.generate_extra_tensors`); none for others.
 
+    Mistral and Mixtral are of llama.cpp's architecture `llama`, too.
+
     torch divides a number by a tensor by multiplying with the reciprocal. It may round a power differently by one bit.
     """
     rope = rope_parameters(config)
-    if rope.get("rope_type") != "llama3" or config["model_type"] != "llama":
+    if rope.get("rope_type") != "llama3" or ARCHITECTURES[config["model_type"]] != "llama":
         return []
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     powers = (np.arange(0, size, 2, dtype=np.float32) / np.float32(size)).astype(np.float64)
@@ -341,4 +351,5 @@ TARGET = Target(
     need=need,
     afterwards=afterwards,
     leaves_out=leaves_out,
+    check_config=check_config,
 )
