@@ -398,8 +398,38 @@ def test_a_file_or_the_index_is_read_like_its_folder(tmp_path: Path) -> None:
 
 def test_groups_that_do_not_divide_a_row_leave_it_plain(tmp_path: Path) -> None:
     with pytest.raises(ReshardError) as raised:
-        reshard.convert(DATA, tmp_path / "out", to="mlx", quantize="affine-4", no_tokenizer=True)
-    assert [each.code for each in raised.value.problems] == ["mlx-groups-too-large"]
+        reshard.convert(DATA, tmp_path / "out", to="mlx", quantize="affine-3", no_tokenizer=True)
+    (problem,) = raised.value.problems
+    assert problem.code == "mlx-groups-too-large" and str(problem.remedy).endswith("affine-3-32")
+    reshard.convert(DATA, tmp_path / "out", to="mlx", quantize="affine-3-32", no_tokenizer=True)
+
+
+def test_rows_that_no_group_divides_are_named(tmp_path: Path) -> None:
+    """Groups of 32 are the smallest: they are no remedy where they were requested."""
+    sizes = {"hidden_size": 40, "intermediate_size": 24, "head_dim": 10, "num_attention_heads": 4}
+    source = huggingface.make_model(
+        "llama", tmp_path / "source", tokenizer=False, **{**sizes, "num_key_value_heads": 2}
+    )
+    found = command(
+        "convert",
+        source,
+        tmp_path / "out",
+        "--to",
+        "mlx",
+        "--quantize",
+        "affine-4-32",
+        "--no-tokenizer",
+        "--json",
+    )
+    (problem,) = found.json["problems"]
+    assert problem["code"] == "mlx-rows-without-groups" and problem["found"] == "rows of 24, 40"
+    assert problem["remedy"].startswith("leave out --quantize")
+
+
+def test_the_usual_group_may_be_typed(tmp_path: Path, hf_model: Callable[..., Path]) -> None:
+    for kind in ("affine-4", "affine-4-64"):
+        reshard.convert(hf_model("llama"), tmp_path / kind, to="mlx", quantize=kind)
+    assert_same_tensors(tensors_of(tmp_path / "affine-4"), tensors_of(tmp_path / "affine-4-64"))
 
 
 def _no_biases(config: dict[str, Any], tensors: Tensors) -> None:

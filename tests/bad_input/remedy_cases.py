@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, models
 
 from tests.bad_input.damage import edit_config, edit_tensors
 from tests.commandline import reshard
+from tests.genuine.huggingface import make_model
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,16 @@ def _only(folder: Path, name: str) -> None:
     """A file of a tokenizer, and no other."""
     _no_tokenizer(folder)
     (folder / name).write_text('{"model": {}}')
+
+
+def _unigram(there: Path) -> None:
+    _no_tokenizer(there / "src")
+    Tokenizer(models.Unigram([("a", 0.0)])).save(str(there / "src" / "tokenizer.json"))
+
+
+def _rows_without_groups(there: Path) -> None:
+    shutil.rmtree(there / "src")
+    make_model("llama", there / "src", hidden_size=40, intermediate_size=24, head_dim=10)
 
 
 def _as_gguf(there: Path) -> None:
@@ -181,6 +193,12 @@ CASES: dict[str, list[Case]] = {
             {"DIR": "base"},
             lambda there: _only(there / "src", "tokenizer.json"),
         )
+    ],
+    "gguf-model-unsupported": [Case({"src": "phi3"}, "convert src dst.gguf")],
+    "gguf-not-loadable": [Case({"src": "deepseek_v3_noq"}, "convert src dst.gguf")],
+    "gguf-tokenizer-not-bpe": [Case(SRC, "convert src dst.gguf", {}, _unigram)],
+    "mlx-rows-without-groups": [
+        Case(SRC, "convert src dst --to mlx --quantize affine-4-32", {}, _rows_without_groups)
     ],
     "gguf-tokenizer-unknown": [
         Case(BOTH, "convert src dst.gguf", {"DIR": "base"}, lambda there: _only(there / "src", "vocab.txt"))

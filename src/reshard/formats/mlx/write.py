@@ -17,16 +17,16 @@ from reshard.families.renaming import Renaming
 from reshard.formats import huggingface
 from reshard.formats.contract import Request, Target
 from reshard.formats.mlx.folder import FLOAT_DTYPES, NAME, unknown_model
-from reshard.formats.mlx.quantization_modes import AFFINE, BITS, GROUPS, USUAL_BITS, USUAL_GROUP, ModeSettings
+from reshard.formats.mlx.quantization_modes import AFFINE, BITS, GROUPS, USUAL_GROUP, ModeSettings
 from reshard.formats.mlx.quantized_weights import AffineItems, affine
 from reshard.transfer.elements import castable
 from reshard.transfer.memory_budget import NO_NEED, MemoryNeed
 from reshard.transfer.plan import OutputCommand, OutputFile, Planned
 
 METHODS = {
-    f"{AFFINE}-{bits}" + (f"-{group}" if group != USUAL_GROUP else ""): ModeSettings(group, bits)
+    f"{AFFINE}-{bits}{ending}": ModeSettings(group, bits)
     for bits in BITS
-    for group in (USUAL_GROUP, *GROUPS)
+    for ending, group in {"": USUAL_GROUP, **{f"-{group}": group for group in GROUPS}}.items()
 }
 """The values of `--quantize`."""
 FINER_SETTINGS = ModeSettings(64, 8)
@@ -93,7 +93,7 @@ def _quantized(naming: mlx.MlxNaming, request: Request) -> Request:
     usual = METHODS[str(request.options.quantize)]
     chosen = {t.name: how for t in request.tensors if (how := _method(naming, usual, t))}
     if not chosen:
-        raise _no_groups(request)
+        raise _no_groups(naming, request)
     own = {
         name.removesuffix(".weight"): {"group_size": how.group, "bits": how.bits}
         for name, how in chosen.items()
@@ -112,16 +112,24 @@ def _quantized(naming: mlx.MlxNaming, request: Request) -> Request:
     )
 
 
-def _no_groups(request: Request) -> ReshardError:
+def _no_groups(naming: mlx.MlxNaming, request: Request) -> ReshardError:
     """The error if no weight can be quantized."""
+    asked = METHODS[str(request.options.quantize)]
     rows = sorted({tensor.shape[-1] for tensor in request.tensors if len(tensor.shape) > 1})
+    fitting = [
+        group
+        for group in GROUPS
+        if any(_method(naming, asked._replace(group=group), tensor) for tensor in request.tensors)
+    ]
     return ReshardError(
-        "mlx-groups-too-large",
+        "mlx-groups-too-large" if fitting else "mlx-rows-without-groups",
         "no weight can be quantized in groups of this size",
         rule="the elements of a group share a scale, and groups divide the rows of a weight",
-        expected=f"rows that {METHODS[str(request.options.quantize)].group} divides",
+        expected=f"rows that {asked.group} divides",
         found=f"rows of {', '.join(map(str, rows[:5]))}",
-        remedy=f"choose smaller groups (--quantize affine-{USUAL_BITS}-{min(GROUPS)}), or leave out --quantize",
+        remedy=f"choose groups that divide some: --quantize {AFFINE}-{asked.bits}-{max(fitting)}"
+        if fitting
+        else f"leave out --quantize: none of MLX's groups ({', '.join(map(str, GROUPS))}) divides these rows",
     )
 
 
