@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -24,11 +25,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
+from reshard.base.errors import ReshardError
+from reshard.formats.gguf import container
 from reshard.formats.gguf.value_types import QUANTIZED, READABLE_TYPES
 from reshard.formats.gguf.write import _frequencies
 from reshard.formats.huggingface import QUANTIZED as OF_THE_HUB
 from reshard.model.quantizer import STORAGES
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.source_files import Sources
 from reshard.transfer.thread_files import OpenFiles
 from tests.commandline import reshard as command
 from tests.genuine.huggingface import COMMON, VARIANTS, _random_model
@@ -586,6 +590,34 @@ def test_a_tensor_of_another_type_is_named(number: int, found: str, tmp_path: Pa
     (problem,) = problems("inspect", one_tensor(tmp_path / "model.gguf", number))
     assert (problem["code"], problem["tensor"]) == ("gguf-type-unsupported", "output_norm.weight")
     assert problem["found"] == found
+
+
+def test_the_strings_of_a_vocabulary_are_decoded_without_a_call_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of a header are read one by one; a vocabulary has hundreds of thousands of strings."""
+    tokens = [f"token {number}" for number in range(100_000)]
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_token_list(tokens)
+    finished(writer)
+    calls, take = Counter[str](), container._Cursor.take
+    counted = lambda cursor, count: calls.update(["take"]) or take(cursor, count)  # noqa: E731
+    monkeypatch.setattr(container._Cursor, "take", counted)
+    content = container.read(tmp_path / "model.gguf", Sources())
+    assert content.metadata["tokenizer.ggml.tokens"].value == tokens
+    assert calls.total() < 50
+
+
+@pytest.mark.parametrize(
+    ("tensors", "values"), [(0, container.MOST_VALUES + 1), (container.MOST_TENSORS + 1, 0)]
+)
+def test_too_many_parts_of_a_header_are_refused_before_they_are_read(
+    tensors: int, values: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, values) + bytes(1 << 20))
+    with pytest.raises(ReshardError, match=f"found: {values:,} values and {tensors:,} tensors"):
+        container.read(file, Sources())
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
+from reshard.formats.orbax.folder import METADATA_MOST
 from reshard.stores.orbax import ArrayFolder
 from tests.commandline import reshard as command
 from tests.environments import python
@@ -187,6 +188,8 @@ def test_what_is_missing_is_named(tmp_path: Path, tensorstore: Any) -> None:
     assert problem_of("inspect", source)["code"] == "orbax-array-unreadable"
     (source / "3/items/_METADATA").write_text('{"tree')
     assert problem_of("inspect", source)["code"] == "orbax-metadata-unreadable"
+    (source / "3/items/_METADATA").write_bytes(b" " * (METADATA_MOST + 1))
+    assert problem_of("inspect", source)["found"].endswith(f"of at most {METADATA_MOST:,}")
     (copied("llama", tmp_path) / "3/items/manifest.ocdbt").unlink()
     assert problem_of("inspect", tmp_path / "llama")["code"] == "orbax-database-missing"
 

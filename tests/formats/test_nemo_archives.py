@@ -21,6 +21,8 @@ from transformers import AutoConfig
 import reshard
 from reshard.base.errors import ReshardError
 from reshard.stores import entered
+from reshard.stores.file_info import FileInfo
+from reshard.stores.store import Store
 from tests.commandline import reshard as command
 from tests.genuine.make_nemo import model_yaml
 from tests.genuine.make_nemo_1 import KEPT
@@ -289,3 +291,25 @@ def test_a_folder_with_an_archive_leads_to_it(tmp_path: Path) -> None:
     assert problem["code"] == "foreign-nemo" and str(tmp_path / RANKS) in problem["remedy"]
     words = shlex.split(problem["remedy"].partition(";")[0].rpartition("reshard ")[2])
     assert command(*words).code == 0
+
+
+def _asked(archive: Path, members: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a store is asked about a file, while an archive with folders of no known format is looked through."""
+    with tarfile.open(archive, "w") as tar:
+        for number in range(members):
+            tar.addfile(tarfile.TarInfo(f"model_weights/model.layers.{number}.weight/0.0"))
+    calls, entry = [0], Store.entry
+
+    def counted(store: Store, url: str) -> FileInfo | None:
+        calls[0] += 1
+        return entry(store, url)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "entry", counted)
+        assert "checkpoint-not-found" in codes(archive)
+    return calls[0]
+
+
+def test_a_member_is_asked_about_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (_asked(tmp_path / f"{count}.nemo", count, monkeypatch) for count in (200, 400))
+    assert (many - few) / 200 < 12

@@ -44,7 +44,7 @@ def found_in(root: Path) -> dict[Iteration, Path]:
     """All iterations below `root`, the latest last."""
     if not root.is_dir():
         return {}
-    steps = {step: child for child in root.iterdir() if child.is_dir() and (step := _step(child)) is not None}
+    steps = {step: child for child in root.iterdir() if (step := _step(child)) is not None and child.is_dir()}
     return dict(
         sorted(steps.items(), key=lambda item: (item[0] != "release", item[0] if item[0] != "release" else 0))
     )

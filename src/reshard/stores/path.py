@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from errno import EINVAL, EISDIR, ENOENT, ENOTDIR
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -39,7 +39,8 @@ class StorePath(PosixPath):
         return store.opened(url, entry) or RemoteFile(url, entry, store)
 
     def _entry(self) -> FileInfo | None:
-        return registry.at(str(self)).entry(str(self))
+        url = str(self)
+        return registry.at(url).entry(url)
 
     def _status(self) -> FileInfo:
         found = self._entry()
@@ -91,13 +92,13 @@ class StorePath(PosixPath):
         first, rest = parts[0], parts[1:]
         if first == "**":
             yield from self._matching(rest)
-        children: Iterable[StorePath] = self.iterdir() if self.is_dir() else ()
-        for child in children:
+        names = registry.at(str(self)).children(str(self)) if self.is_dir() else []
+        for name in names:  # a path is made only of a name that matches: folders have many
             if first == "**":
-                if child.is_dir():
+                if (child := self / name).is_dir():
                     yield from child._matching(parts)
-            elif fnmatchcase(child.name, first):
-                yield from child._matching(rest)
+            elif fnmatchcase(name, first):
+                yield from (self / name)._matching(rest)
 
     def open(  # type: ignore[override]
         self,

@@ -112,6 +112,8 @@ def forget() -> None:
 
 
 def _known(url: str) -> Store | None:
-    parts = url.split("/")
-    prefixes: Iterable[str] = ("/".join(parts[:end]) for end in range(len(parts), 2, -1))
-    return next((_stores[prefix] for prefix in prefixes if prefix in _stores), None)
+    while url:
+        if found := _stores.get(url):
+            return found
+        url = url.rpartition("/")[0]
+    return None

@@ -91,7 +91,7 @@ class Store(ABC):
         """The names in the folder `url`, sorted."""
         with self._lock:
             if listing := self._listing(url):
-                return sorted(listing.children.get(url, ()))
+                return listing.children.get(url, [])
             if url not in self._children:
                 found = self._find(url, deep=False)
                 self._children[url] = sorted({each[len(url) + 1 :].split("/")[0] for each in found})
@@ -121,15 +121,16 @@ class Store(ABC):
 
 
 class Listing:
-    """Files below one URL, and the folders implied by their names."""
+    """Files below one URL, and the folders implied by their names; `children` are sorted."""
 
     def __init__(self, root: str, files: dict[str, FileInfo]) -> None:
         self.entries = dict(files)
-        self.children: dict[str, set[str]] = {}
+        children: dict[str, set[str]] = {}
         for file in files:
             url = file
             while url != root:
                 folder, _, name = url.rpartition("/")
-                self.children.setdefault(folder, set()).add(name)
+                children.setdefault(folder, set()).add(name)
                 self.entries.setdefault(folder, ANY_FOLDER)
                 url = folder
+        self.children = {folder: sorted(names) for folder, names in children.items()}

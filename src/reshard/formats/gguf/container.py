@@ -26,6 +26,8 @@ ALIGNMENT, ALIGNED_AS = 32, "general.alignment"
 HEADER_MOST = 64 << 20
 """Most bytes of the metadata and the infos of tensors: several times those of the largest vocabularies."""
 MOST_AXES = 4
+MOST_VALUES, MOST_TENSORS = 1 << 12, 1 << 17
+"""Most values and tensors of a file: each takes microseconds. Models have tens of values, and tensors by the layer."""
 READ_AT_ONCE = 1 << 20
 COPY_AGAIN = "copy or download the file again"
 
@@ -42,6 +44,8 @@ _NUMBERS = {
     ValueType.INT64: "q",
     ValueType.FLOAT64: "d",
 }
+
+_LENGTH = struct.Struct("<Q")
 
 
 class TensorInfo(NamedTuple):
@@ -98,11 +102,29 @@ class _Cursor:
         return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
 
     def text(self) -> str | bytes:
-        content = self.take(self.number("Q"))
-        try:
-            return content.decode()
-        except UnicodeDecodeError:
-            return content
+        return _decoded(self.take(self.number("Q")))
+
+    def texts(self, count: int) -> list[str | bytes]:
+        """So many strings. Those that are complete in the buffer are decoded without a call for each."""
+        found: list[str | bytes] = []
+        while len(found) < count:
+            found += self._buffered_texts(count - len(found))
+            if len(found) < count:
+                found.append(self.text())
+        return found
+
+    def _buffered_texts(self, most: int) -> Iterator[str | bytes]:
+        buffer, at = self._buffer, self.at - self._begin
+        for _ in range(most):
+            begin = at + _LENGTH.size
+            if begin > len(buffer):
+                break
+            end = begin + _LENGTH.unpack_from(buffer, at)[0]
+            if end > len(buffer):
+                break
+            yield _decoded(buffer[begin:end])
+            at = end
+        self.at = self._begin + at
 
     def name(self) -> str:
         found = self.text()
@@ -125,10 +147,17 @@ class _Cursor:
         if item == ValueType.ARRAY:
             raise _InvalidError("an array of arrays")
         if item == ValueType.STRING:
-            return Value(kind, [self.text() for _ in range(count)], item)
+            return Value(kind, self.texts(count), item)
         form = _NUMBERS[item]
         content = self.take(count * struct.calcsize(f"<{form}"))
         return Value(kind, np.frombuffer(content, f"<{form}").tolist(), item)
+
+
+def _decoded(content: bytes) -> str | bytes:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return content
 
 
 def is_gguf(begin: bytes) -> bool:
@@ -157,6 +186,10 @@ def _parsed(cursor: _Cursor, path: Path) -> GgufContent:
     if version not in (2, 3):
         raise _other_version(path, version)
     tensors, values = cursor.number("Q"), cursor.number("Q")
+    if values > MOST_VALUES or tensors > MOST_TENSORS:
+        raise _InvalidError(
+            f"{values:,} values and {tensors:,} tensors, of at most {MOST_VALUES:,} and {MOST_TENSORS:,}"
+        )
     metadata: dict[str, Value] = {}
     for _ in range(values):
         key = cursor.name()

@@ -48,6 +48,8 @@ NOT_WEIGHTS = (
 _LORA = re.compile(r"(.*[._])?(w_)?lora_[ab](\..*)?")
 _ORDERED = re.compile(r"query_norm|query\.bias|wkv_a|MoeBlock_0|pre_ffw_norm")
 """In the names of models that are not Llama."""
+METADATA_MOST = 16 << 20
+"""Most bytes of the description of a tree: that of the largest models without scanned layers has a few millions."""
 COPY_AGAIN = "copy the checkpoint again from where it was saved, or use another step of the run"
 
 
@@ -126,7 +128,10 @@ def _check_finished(path: Path) -> None:
 def _leaves(path: Path, sources: Sources) -> dict[str, str]:
     """The arrays of a container under their names in it, each with the same name without NNX's `value`."""
     try:
-        told = json_of(sources.read(path / METADATA))
+        content = sources.read(path / METADATA)
+        if len(content) > METADATA_MOST:
+            raise ValueError(f"{len(content):,} bytes, of at most {METADATA_MOST:,}")
+        told = json_of(content)
         tree = told["tree_metadata"]
         keys = [
             _keys(entry) for entry in tree.values() if not entry["value_metadata"].get("skip_deserialize")
