@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from reshard import guard
 from reshard.base.errors import ReshardError
 from reshard.guard import in_script
+from tests.work import calls
 
 
 @pytest.fixture
@@ -200,15 +200,6 @@ def test_an_optimizer_of_more_or_of_less() -> None:
     guard.check(own, torch.optim.AdamW(list(own.parameters())[:2]))
 
 
-@pytest.mark.thorough
-def test_ten_thousand_parameters_are_checked_in_a_moment() -> None:
-    many = nn.ModuleList(nn.Linear(2, 2) for _ in range(5000))
-    optimizer = torch.optim.SGD(many.parameters())
-    begin = time.process_time()
-    guard.check(many, optimizer)
-    assert time.process_time() - begin < 1
-
-
 def test_an_exception_comes_with_its_cause_and_cure(mesh: object) -> None:
     sharded = fully_shard(model(), mesh=mesh)
     parameter = next(sharded.parameters())
@@ -232,15 +223,13 @@ def test_the_callback_checks_when_training_begins() -> None:
 # ------------------------------------------------------------------------------------ what else it may be given
 
 
-def test_a_thousand_parameters_take_milliseconds(mesh: object) -> None:
+def test_a_parameter_is_checked_in_few_calls(mesh: object) -> None:
     many = nn.ModuleList(nn.Linear(2, 2) for _ in range(500))
-    optimizer = torch.optim.AdamW([nn.Parameter(each.detach().clone()) for each in many.parameters()])
-    taken = []
-    for _ in range(5):
-        begin = time.process_time()
-        assert refused(many, optimizer) == ["the optimizer's parameters are not the model's"]
-        taken.append(time.process_time() - begin)
-    assert min(taken) < 0.1
+    own = torch.optim.SGD(many.parameters())
+    other = torch.optim.AdamW([nn.Parameter(each.detach().clone()) for each in many.parameters()])
+    assert refused(many, other) == ["the optimizer's parameters are not the model's"]
+    assert calls(lambda: guard.check(many, own)) < 50 * 1000
+    assert calls(lambda: refused(many, other)) < 50 * 1000
 
 
 def test_several_optimizers_and_parts_of_a_model() -> None:

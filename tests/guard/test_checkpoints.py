@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from reshard.guard.end.saved_checkpoints import saved_in
+from tests.work import calls, reading_at_most
 
 DATA = Path(__file__).parents[1] / "data"
 GENUINE = {
@@ -105,15 +106,13 @@ def test_the_one_before_is_continued_from(tmp_path: Path) -> None:
     assert saved.last and saved.last.path == before and list(saved.incomplete) == [last]
 
 
-def test_a_large_folder_takes_no_second(tmp_path: Path) -> None:
+def test_a_folder_of_data_is_looked_at_in_few_calls(tmp_path: Path) -> None:
     for number in range(3000):
         (tmp_path / f"data/{number}").mkdir(parents=True)
     shutil.copytree(DATA / "torchtitan/llama/checkpoint", tmp_path / "checkpoint")
-    saved_in(tmp_path)
-    begun = time.process_time()
     found = saved_in(tmp_path).last
-    assert time.process_time() - begun < 1
     assert found and found.path.name == "step-1"
+    assert calls(lambda: saved_in(tmp_path)) < 150 * 3000
 
 
 def test_a_step_of_the_trainer_needs_its_state_in_any_format(tmp_path: Path) -> None:
@@ -177,8 +176,8 @@ def test_a_large_checkpoint_is_read_in_part(tmp_path: Path) -> None:
     with (step / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
-    begun = time.monotonic()
-    assert saved_in(tmp_path).last and time.monotonic() - begun < 10
+    with reading_at_most(300 << 20):
+        assert saved_in(tmp_path).last
     with (step / "model.safetensors").open("r+b") as file:
         file.seek(8 + len(header) + size // 2)
         file.write(b"\xc0\x7f")
