@@ -49,7 +49,7 @@ SOURCES = {
     "orbax-unscanned": "maxtext/llama_unscanned",
 }
 """What a tool wrote in each format, below `DATA`; without a path, what reshard writes, which is the same."""
-WITHOUT_MODELS = {"peft"}
+WITHOUT_MODELS = {"peft", "mlx-adapter"}
 
 
 def test_every_format_is_compared() -> None:

@@ -244,7 +244,7 @@ def test_quiet_prints_a_line_for_each_finding(tmp_path: Path) -> None:
     shown = command("doctor", tmp_path / "a.log", "--quiet", "--lang", "en")
     assert shown.code == 1 and len(shown.out.splitlines()) == 1
     assert "a.log:" in shown.out and "error:" in shown.out and "(dtensor-mixed-cat, sure)" in shown.out
-    (tmp_path / "b.log").write_text("all is well\n")
+    (tmp_path / "b.log").write_text("{'train_runtime': '0.8285', 'train_loss': '5.79', 'epoch': '1.25'}\n")
     assert command("doctor", tmp_path / "b.log", "--quiet") == (0, "", "")
 
 
