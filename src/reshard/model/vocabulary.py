@@ -23,7 +23,7 @@ from reshard.transfer.gather import Gatherer
 from reshard.transfer.thread_files import OpenFiles
 
 SPARE_ROWS = 1024
-"""The most rows beyond the tokens that count as padding and not as another model's vocabulary."""
+"""The most rows that a config may count beyond the tokens, or that a table may have as zeros beyond its padding."""
 
 
 PADDING = "vocabulary padding"
@@ -77,11 +77,13 @@ def padded_rows(checkpoint: Checkpoint) -> int | None:
 def counted(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
     """The number of tokens, not rows: from the arguments or the tokenizer next to the checkpoint, else all rows.
 
-    The larger of the two: Megatron-LM's `--vocab-size` may leave out tokens that were added later.
+    The larger of the two: Megatron-LM's `--vocab-size` may leave out tokens that were added later. All rows, too, if
+    those beyond are more than padding: a model may have trained rows that its tokenizer does not name.
     """
     rows = embedding_rows(checkpoint)
     counts = args.get("vocab_size"), find_companions(checkpoint.sources, *checkpoint.folders).vocab_size
-    return min(max((int(count) for count in counts if count), default=rows), rows)
+    tokens = min(max((int(count) for count in counts if count), default=rows), rows)
+    return tokens if _is_padding(checkpoint, tokens) else rows
 
 
 def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> tuple[int, str] | None:
@@ -105,11 +107,14 @@ def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> 
         )
     # A tokenizer may have IDs without a trained row: more than there are rows, or rows of zeros, which are untrained
     # padding.
-    named = max(folder.named_ids for folder in folders)
-    if declared < named <= rows and any(_has_values(table, declared, named) for table in _tables(checkpoint)):
+    counts = [
+        (max(folder.named_ids for folder in folders), "the tokenizer has"),
+        (int((checkpoint.args or {}).get("vocab_size") or 0), "the checkpoint's arguments have"),
+    ]
+    named, as_counted = max(count for count in [*counts, (declared, "")] if count[0] <= rows)
+    if named > declared and _have_values(checkpoint, declared, named):
         return named, (
-            f"vocab_size: {named} as the tokenizer has, not {declared}: the rows beyond are not zeros, so they are "
-            "kept"
+            f"vocab_size: {named} as {as_counted}, not {declared}: the rows beyond are not zeros, so they are kept"
         )
     return None
 
@@ -121,6 +126,11 @@ def _tables(checkpoint: Checkpoint) -> Iterator[Tensor]:
             yield checkpoint.tensors[name]
 
 
+def _have_values(checkpoint: Checkpoint, begin: int, end: int) -> bool:
+    """Whether rows `begin` to `end` of a table contain anything but zeros. They are read: no header tells."""
+    return any(_has_values(table, begin, end) for table in _tables(checkpoint))
+
+
 def _has_values(table: Tensor, begin: int, end: int) -> bool:
     """Whether rows `begin` to `end` contain anything but zeros. They are read, because no header tells."""
     rows = max(table.shape[0], 1)
@@ -130,14 +140,33 @@ def _has_values(table: Tensor, begin: int, end: int) -> bool:
     return bool(np.any(found))
 
 
+def _is_padding(checkpoint: Checkpoint, vocab: int) -> bool:
+    """Whether the rows beyond `vocab` are padding: no more than the engine adds, or zeros."""
+    rows = embedding_rows(checkpoint)
+    if rows <= _most_rows(checkpoint, vocab):
+        return True
+    return rows - vocab <= SPARE_ROWS and not _have_values(checkpoint, vocab, rows)
+
+
+def _most_rows(checkpoint: Checkpoint, vocab: int) -> int:
+    """The most rows of a padded embedding for `vocab` tokens.
+
+    Where arguments do not record Megatron-LM's unit, its default counts, once for each rank that stored a piece.
+    """
+    args = checkpoint.args or {}
+    pieces = len(embedding(checkpoint)[1].view.pieces) if checkpoint.dialect.sharded else 1
+    tp = checkpoint.layout.tp or pieces
+    if unit := args.get("make_vocab_size_divisible_by"):
+        return padded_vocabulary(vocab, int(unit), tp)
+    # One unit in full, because MaxText has 256,128 rows for the 256,000 tokens of Gemma 2.
+    return vocab + VOCABULARY_UNIT * tp
+
+
 def disagreement(checkpoint: Checkpoint, vocab: int) -> Problem | None:
-    """The problem with a padded embedding if it is too small for `vocab` tokens, or much too large."""
+    """The problem with a padded embedding if it has too few rows for `vocab` tokens, or trained rows beyond padding."""
     name, table = embedding(checkpoint)
     rows = table.shape[0]
-    args = checkpoint.args or {}
-    unit = int(args.get("make_vocab_size_divisible_by") or VOCABULARY_UNIT)
-    exact = padded_vocabulary(vocab, unit, int(args.get("tensor_model_parallel_size") or 1))
-    if vocab <= rows and rows - vocab <= max(exact - vocab, SPARE_ROWS):
+    if vocab <= rows and _is_padding(checkpoint, vocab):
         return None
     return Problem(
         "vocabulary-size-differs",
@@ -145,8 +174,9 @@ def disagreement(checkpoint: Checkpoint, vocab: int) -> Problem | None:
         tensor=name,
         file=str(checkpoint.path),
         rule="the embedding has a row for each token, and fewer than one unit of padding",
-        expected=f"{vocab} tokens (config.json), padded",
+        expected=f"{vocab} tokens (config.json), padded to at most {_most_rows(checkpoint, vocab)} rows",
         found=f"{rows} rows",
-        remedy="pass the config that belongs to these weights: --base DIR",
-        values={"tokens": vocab, "rows": rows},
+        remedy=f"pass the config that belongs to these weights: --base DIR, or set vocab_size to {rows} there to "
+        "keep all rows",
+        values={"tokens": vocab, "rows": rows, "most": _most_rows(checkpoint, vocab)},
     )
