@@ -33,6 +33,7 @@ from reshard.formats import (
     quantization,
     state_dict_names,
     tables,
+    weight_files,
 )
 from reshard.formats.checkpoint import Checkpoint, OptimizerStates
 from reshard.formats.contract import Format, Target
@@ -298,7 +299,7 @@ def _without_links(
 def _other_weights(name: str, folder: Path) -> list[str]:
     """A note if a folder has Hugging Face weights besides those of an engine."""
     is_engine = name not in (huggingface.NAME, mlx.FORMAT.name)
-    other = huggingface.weights_in(folder) if is_engine else None
+    other = weight_files.weights_in(folder) if is_engine else None
     if not other:
         return []
     return [

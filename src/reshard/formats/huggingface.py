@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError, listed
-from reshard.base.plain_json import JSON_MOST, json_of, kind_of, to_json
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.plain_json import to_json
 from reshard.containers import distributed_safetensors, safetensors
-from reshard.containers.file_names import below
 from reshard.containers.torchfiles import state_dicts
 from reshard.containers.torchfiles.read import read_dict
 from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
+from reshard.formats import weight_files
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import Format, Request, Target
 from reshard.formats.state_dict_names import config_in, state_dict_in, without_buffers
-from reshard.stores import as_path, fetch_heads
+from reshard.stores import fetch_heads
 from reshard.transfer.plan import OutputFile, Planned
 from reshard.transfer.source_files import Sources
 
 NAME = "huggingface"
-WEIGHT_FILES = (("model", "safetensors"), ("pytorch_model", "bin"))
-SHARD_FILE = re.compile(r"(?P<stem>.+[-_.])(?P<number>\d{1,6})-of-(?P<count>\d{1,6})(?P<suffix>\.\w+)")
-"""The name of one of several files: `model-00002-of-00006.safetensors`."""
 
 
 def detect(path: Path) -> bool:
     """Whether `path` is a folder with Hugging Face weights, or one such file, or the index of its shards."""
     if path.is_file():
         return path.suffix == ".safetensors" or path.name.startswith(("pytorch_model", "model.safetensors"))
-    return any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin")) or _index(path) is not None
+    if any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin")):
+        return True
+    return weight_files.weights_in(path) is not None
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -44,14 +42,13 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     iterations.refuse(path, iteration, "a Hugging Face folder")
     folder = path if path.is_dir() else path.parent
     problems: list[Problem] = [*distributed_safetensors.alone(path)]
-    index = _index(path)
-    named = _weight_map(index, sources) if index else {}
-    files = _indexed_files(index, named, problems) if index else _plain_files(path)
-    fetch_heads(files)
-    tensors = _read_all(files, sources, problems)
-    if index and not problems:
-        problems += _index_mismatches(index, named, tensors)
-    if not (problems or tensors) and any(map(_is_torchs, files)):
+    chosen = weight_files.choose(path, sources)
+    problems += chosen.problems
+    fetch_heads(chosen.files)
+    tensors = _read_all(chosen.files, sources, problems)
+    if chosen.index and not problems:
+        problems += weight_files.index_mismatches(chosen.index, chosen.named, tensors)
+    if not (problems or tensors) and any(map(_is_torchs, chosen.files)):
         problems.append(
             Problem(
                 "weights-empty",
@@ -64,19 +61,17 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     if problems:
         raise ReshardError(problems)
     dropped = Counter({"rotary buffers": without_buffers(tensors)})
-    no_index = path.is_dir() and not index and len(files) > 1 and "-of-" in files[0].name
     return Checkpoint(
         path=path,
         format=NAME,
         dialect=HUB,
         tensors=tensors,
         root=folder,
-        config=config_in(_content(path, sources)) if files == [path] and _is_torchs(path) else None,
+        config=config_in(_content(path, sources)) if chosen.files == [path] and _is_torchs(path) else None,
         dropped=+dropped,
-        problems=[] if index else list(_incomplete(files)),
-        variant=", ".join(sorted({file.suffix.lstrip(".") for file in files})),
-        notes=distributed_safetensors.notes(files)
-        or ["the index of the shards is missing: transformers cannot load them without it"] * no_index,
+        problems=[] if chosen.index else list(weight_files.incomplete_sets(chosen.files)),
+        variant=", ".join(sorted({file.suffix.lstrip(".") for file in chosen.files})),
+        notes=distributed_safetensors.notes(chosen.files) or list(chosen.notes),
     )
 
 
@@ -106,111 +101,6 @@ def _parts_in(
         return {}
 
 
-def weights_in(folder: Path) -> Path | None:
-    """The file in `folder` that identifies a model's weights, which users may pass instead of the folder; or None."""
-    singles = (folder / f"{stem}.{suffix}" for stem, suffix in WEIGHT_FILES)
-    return _index(folder) or next((single for single in singles if single.is_file()), None)
-
-
-def _index(path: Path) -> Path | None:
-    """The index at `path`, or in it."""
-    if path.is_file():
-        return path if path.name.endswith(".index.json") else None
-    names = [path / f"{stem}.{suffix}.index.json" for stem, suffix in WEIGHT_FILES]
-    return next((name for name in names if name.is_file()), None)
-
-
-def _weight_map(index: Path, sources: Sources) -> dict[str, str]:
-    """The file of each tensor."""
-    try:
-        content = json_of(sources.read(index, JSON_MOST))
-        named = _names_of_files(content)
-        files = {file: str(below(index.parent, file)) for file in set(named.values())}
-    except ValueError as error:
-        raise ReshardError(
-            "index-unreadable",
-            "the index cannot be read",
-            file=str(index),
-            expected='an object with a weight_map, from names of tensors to names of files: {"weight_map": '
-            '{"model.norm.weight": "model-00001-of-00002.safetensors", …}}',
-            found=str(error),
-            remedy="copy or download it again",
-        ) from None
-    return {name: files[file] for name, file in named.items()}
-
-
-def _names_of_files(content: Any) -> dict[str, str]:
-    """The `weight_map` of an index. Raises ValueError that says what is there instead."""
-    if not isinstance(content, dict):
-        raise ValueError(kind_of(content))
-    if "weight_map" not in content:
-        raise ValueError("an object without weight_map")
-    named = content["weight_map"]
-    if not isinstance(named, dict):
-        raise ValueError(f"{kind_of(named)} as weight_map")
-    for name, file in named.items():
-        if not isinstance(file, str):
-            raise ValueError(f"{kind_of(file)} as the file of {name}")
-    return named
-
-
-def _indexed_files(index: Path, named: Mapping[str, str], problems: list[Problem]) -> list[Path]:
-    shards = [as_path(file) for file in sorted(set(named.values()))]
-    problems += [
-        Problem(
-            "shard-missing",
-            "a shard is missing",
-            file=str(shard),
-            rule=f"every file that {index.name} names exists",
-            remedy="copy or download the missing file",
-        )
-        for shard in shards
-        if not shard.is_file()
-    ]
-    return [shard for shard in shards if shard.is_file()]
-
-
-def _incomplete(files: Iterable[Path]) -> Iterator[Problem]:
-    """A problem for each set of shards, read without an index, of which not all are there: their names count them."""
-    sets: dict[tuple[Path, str, str, str], set[int]] = defaultdict(set)
-    for file in files:
-        if match := SHARD_FILE.fullmatch(distributed_safetensors.RANK_PREFIX.sub("", file.name)):
-            sets[file.parent, match["stem"], match["count"], match["suffix"]].add(int(match["number"]))
-    for (folder, stem, count, suffix), numbers in sets.items():
-        first = 0 if 0 in numbers else 1
-        missing = [number for number in range(first, first + int(count)) if number not in numbers]
-        if missing:
-            names = [f"{stem}{number:0{len(count)}}-of-{count}{suffix}" for number in missing]
-            yield Problem(
-                "hub-shards-missing",
-                "shards are missing",
-                file=str(folder),
-                rule="the name of a shard says how many there are, and all are read",
-                expected=f"{int(count)} files {stem}*-of-{count}{suffix}",
-                found=f"{len(numbers)}, without {listed(names, 5)}",
-                remedy="copy or download the missing files; if they are there, pass the folder instead of a file",
-            )
-
-
-def _plain_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    for stem, suffix in WEIGHT_FILES:
-        single = path / f"{stem}.{suffix}"
-        found = [single] if single.is_file() else sorted(path.glob(f"*.{suffix}"))
-        if suffix == "bin":
-            found = [file for file in found if file.name.startswith(stem)]
-        if found:
-            return found
-    raise ReshardError(
-        "weights-not-found",
-        "no weights here",
-        file=str(path),
-        expected="model.safetensors or pytorch_model.bin",
-        remedy="pass the folder with the weights",
-    )
-
-
 def read_weights(file: Path, sources: Sources) -> dict[str, Tensor]:
     """The tensors of one file, safetensors or torch.save. Raises ReshardError if it contains something else."""
     return _read(file, sources)[0]
@@ -230,28 +120,6 @@ def _is_torchs(file: Path) -> bool:
 
 def _content(file: Path, sources: Sources) -> dict[Any, Any]:
     return read_dict(file, sources, "not-a-state-dict", "not a state dict", "save the model's state_dict()")
-
-
-def _index_mismatches(
-    index: Path, named: Mapping[str, str], tensors: Mapping[str, Tensor]
-) -> Iterator[Problem]:
-    for name in sorted(named.keys() - tensors.keys()):
-        yield Problem(
-            "indexed-tensor-missing",
-            "a tensor is missing",
-            tensor=name,
-            file=named[name],
-            rule=f"every tensor that {index.name} names is in its file",
-            remedy="the index and the shards belong to different models: copy both again",
-        )
-    for name in sorted(tensors.keys() - named.keys()):
-        yield Problem(
-            "tensor-not-in-index",
-            "a tensor is in a shard but not in the index",
-            tensor=name,
-            file=str(index),
-            remedy="the index is stale, or a shard belongs to another model: copy both again",
-        )
 
 
 def lay_out(request: Request) -> list[OutputFile]:
@@ -320,12 +188,6 @@ STORED_AGAIN = ("original/*", "consolidated*")
 """Where Llama and Mistral store the same weights again, under their makers' names."""
 
 
-def shards_in(index: Any) -> Iterable[str]:
-    """The names of the shards in an index of weights."""
-    shards: Iterable[str] = index["weight_map"].values()
-    return shards
-
-
 FORMAT = Format(
     NAME,
     "safetensors in one file or in shards; pytorch_model*.bin is read",
@@ -334,7 +196,9 @@ FORMAT = Format(
     Target(lay_out, quantized=True, quantizes=QUANTIZED, state_dict=True),
     aliases=("hf", "transformers", "safetensors"),
     parts=("*.index.json",),
-    files=tuple(f"{stem}.{suffix}" for stem, suffix in WEIGHT_FILES),
-    naming={f"{stem}.{suffix}.index.json": shards_in for stem, suffix in WEIGHT_FILES},
+    files=tuple(f"{stem}.{suffix}" for stem, suffix in weight_files.WEIGHT_FILES),
+    naming={
+        f"{stem}.{suffix}.index.json": weight_files.shards_in for stem, suffix in weight_files.WEIGHT_FILES
+    },
     judged=("transformers", "Composer"),
 )

@@ -13,7 +13,7 @@ from reshard.containers import safetensors
 from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
-from reshard.formats import huggingface
+from reshard.formats import huggingface, weight_files
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind, Format, Request, Target
 from reshard.transfer.plan import OutputFile
@@ -29,14 +29,7 @@ def detect(path: Path) -> bool:
     """Whether `path` is a folder with an adapter and no model, or the file of an adapter."""
     if path.is_file():
         return path.name in WEIGHTS_FILES
-    return any((path / name).is_file() for name in WEIGHTS_FILES) and not has_model(path)
-
-
-def has_model(folder: Path) -> bool:
-    """Whether a folder has the weights of a model, so that an adapter in it is beside the point."""
-    model = [folder / f"{stem}.{suffix}" for stem, suffix in huggingface.WEIGHT_FILES]
-    model += [folder / f"{stem}.{suffix}.index.json" for stem, suffix in huggingface.WEIGHT_FILES]
-    return any(file.is_file() for file in model)
+    return any((path / name).is_file() for name in WEIGHTS_FILES) and weight_files.weights_in(path) is None
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:

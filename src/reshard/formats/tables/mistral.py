@@ -16,7 +16,7 @@ from reshard.families.dialects import mistral
 from reshard.folders.allowed_paths import belongs
 from reshard.folders.companions import CONFIG, read_object
 from reshard.folders.iterations import Iteration
-from reshard.formats import apply_renamings, foreign, huggingface
+from reshard.formats import apply_renamings, foreign, huggingface, weight_files
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import Format, Request, Target
 from reshard.formats.tables import mistral_params
@@ -41,7 +41,7 @@ def detect(path: Path) -> bool:
             path.name == OLD and _is_of_mistral(path.parent)
         )
     weights = [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]
-    if huggingface.weights_in(path) or not all(CONSOLIDATED_FILE.fullmatch(each.name) for each in weights):
+    if weight_files.weights_in(path) or not all(CONSOLIDATED_FILE.fullmatch(each.name) for each in weights):
         return False
     return bool(weights) or ((path / OLD).is_file() and _is_of_mistral(path))
 
@@ -155,7 +155,7 @@ FORMAT = Format(
     aliases=("mistral-inference",),
     parts=(mistral_params.PARAMS_FILE, INDEX),
     files=(SINGLE, OLD, mistral_params.PARAMS_FILE),
-    naming={INDEX: huggingface.shards_in},
+    naming={INDEX: weight_files.shards_in},
     seen={"Mistral": r"(?:^|/)consolidated(?:-\d+-of-\d+)?\.safetensors$"},
     judged=("mistral_inference", "transformers"),
 )
