@@ -264,3 +264,43 @@ def test_the_record_names_what_was_read(tmp_path: Path, tensorstore: Any) -> Non
     chunk = "3/items/params.params.decoder.layers.self_attention.query.kernel/0.0.0.0"
     assert read[chunk] == 3 * 16 * 2 * 8 * 2 and "3/items/manifest.ocdbt" in read
     assert len(record["source"]["files"]) == 12
+
+
+def test_a_part_of_a_chunk_that_is_missing_is_no_zeros(tmp_path: Path, tensorstore: Any) -> None:
+    """tensorstore omits parts of a shard that are zeros, and by default reads what is missing as zeros."""
+    source = copied("llama", tmp_path)
+    base = {"driver": "file", "path": f"{source}/3/items/"}
+    name = "params.params.token_embedder.embedding"
+    spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+    whole = tensorstore.open(spec, open=True).result()
+    values, (rows, width) = whole.read().result(), (whole.shape[0] // 2, whole.shape[1])
+    layout = tensorstore.ChunkLayout(read_chunk_shape=[rows, width], write_chunk_shape=whole.shape)
+    options = {"dtype": whole.dtype, "shape": whole.shape, "chunk_layout": layout}
+    array = tensorstore.open(spec, create=True, delete_existing=True, **options).result()
+    array.write(values).result()
+    array[:rows].write(np.zeros((), values.dtype)).result()
+    assert not array[:rows].read().result().any()
+    found = problem_of("convert", source, tmp_path / "out", "--no-tokenizer")
+    assert found["code"] == "orbax-array-unreadable" and found["tensor"] == name
+
+
+@pytest.mark.parametrize("more", [["value"], ["layers", "1", "mlp", "wi_0", "kernel"]], ids=["NNX", "layers"])
+def test_arrays_that_become_one_tensor_are_refused(more: list[str], tmp_path: Path, tensorstore: Any) -> None:
+    """Two arrays of a container must not replace each other, whichever names the model in it has."""
+    items = copied("llama_unscanned", tmp_path) / "3/items"
+    told = json.loads((items / "_METADATA").read_text())
+    tree = told["tree_metadata"]
+    keys = ["params", "params", "decoder", "layers_1", "mlp", "wi_0", "kernel"]
+    entry = json.loads(json.dumps(tree[str(tuple(keys))]))
+    other = [*keys, *more] if more == ["value"] else [*keys[:3], *more]
+    entry["key_metadata"] = [{"key": key, "key_type": 2} for key in other]
+    tree[str(tuple(other))] = entry
+    (items / "_METADATA").write_text(json.dumps(told))
+    container = ArrayFolder(items)
+    spec = {"kvstore": container._place(".".join(other)), "driver": "zarr3" if container.is_zarr3 else "zarr"}
+    array = container._open(".".join(keys))
+    tensorstore.open(spec, create=True, dtype=array.dtype, shape=array.shape).result().write(1).result()
+    found = problem_of(
+        "convert", items, tmp_path / "out", "--no-tokenizer", "--base", DATA / "llama_unscanned"
+    )
+    assert found["code"] == "tensor-named-twice"

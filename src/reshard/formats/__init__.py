@@ -212,7 +212,7 @@ def open_checkpoint(
     root = find_weights.find_root(found.root, path)
     beside, linked = _without_links(found.beside, root, sources)
     told = [] if folder == path else [f"the weights are in {folder.relative_to(path)}"]
-    tensors = state_dict_names.all_stripped(found.tensors, strip)
+    tensors = state_dict_names.all_stripped(found.tensors, strip, str(folder))
     return _recognized(
         replace(
             found,
@@ -323,4 +323,4 @@ def _state(
     states: Mapping[str, Mapping[str, Tensor]], kind: str, strip: tuple[str, ...], folder: Path
 ) -> dict[str, Tensor]:
     with understood(folder):
-        return state_dict_names.all_stripped(states[kind], strip)
+        return state_dict_names.all_stripped(states[kind], strip, str(folder))

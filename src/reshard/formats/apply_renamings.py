@@ -9,7 +9,6 @@ is told by all names together.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError
 from reshard.families.renaming import GUARDED, Renaming, saved
+from reshard.formats.unique_names import under_new_names
 from reshard.formats.weight_operations import OperationContext, Tensors, UnfitError, convert
 from reshard.transfer.plan import Planned
 
@@ -119,7 +119,12 @@ def applied(
         ]
     if problems:
         raise ReshardError(problems)
-    return _unique(tensor._replace(name=name) for _, name, tensor in sorted(found, key=lambda each: each[0]))
+    found.sort(key=lambda each: each[0])
+    return [
+        *under_new_names(
+            (tensor.name, name, tensor._replace(name=name)) for _, name, tensor in found
+        ).values()
+    ]
 
 
 class _ConversionInputs(NamedTuple):
@@ -184,24 +189,6 @@ def _like(name: str) -> tuple[str, str]:
 
 _EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
 _ANY = "7000000000"
-
-
-def _unique(tensors: Iterable[Planned]) -> list[Planned]:
-    """The tensors. Raises ReshardError if two have the same name."""
-    found = list(tensors)
-    twice = [name for name, count in Counter(tensor.name for tensor in found).items() if count > 1]
-    if twice:
-        raise ReshardError(
-            Problem(
-                "tensor-named-twice",
-                "a tensor is in the checkpoint under two names",
-                tensor=name,
-                rule="a checkpoint has either Hub names or the names of the model in memory",
-                remedy="the tensors of two saves were mixed: save the model again into an empty folder",
-            )
-            for name in twice
-        )
-    return found
 
 
 def _expanded(name: str, made: Tensors) -> Iterator[tuple[str, Planned]]:

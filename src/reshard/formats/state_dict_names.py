@@ -11,6 +11,7 @@ from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed
 from reshard.base.plain_json import json_of, to_json
+from reshard.formats.unique_names import under_new_names
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ def state_dict_in(content: dict[Any, Any], file: str) -> dict[str, StoredTensor]
     They are at the top, below one of `WEIGHT_PATHS`, or in the only other dict with tensors. The prefix that the module
     of a training loop adds to names below a key is removed. Raises ReshardError if there are several such dicts.
     """
-    nests = {path: _unwrapped(found) if path else found for path, found in _nests(content)}
+    nests = {path: _unwrapped(found, file) if path else found for path, found in _nests(content)}
     for path in ((), *(tuple(key.split(".")) for key in WEIGHT_PATHS)):
         if path in nests:
             return nests[path]
@@ -96,9 +97,9 @@ def _nests(content: dict[Any, Any]) -> Iterator[tuple[tuple[str, ...], dict[str,
             ]
 
 
-def _unwrapped(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _unwrapped(tensors: Mapping[str, StoredTensor], file: str) -> dict[str, StoredTensor]:
     prefix = prefix_of(tensors)
-    return {name.removeprefix(prefix): item for name, item in tensors.items()}
+    return under_new_names(((name, name.removeprefix(prefix), item) for name, item in tensors.items()), file)
 
 
 def config_in(content: Mapping[Any, Any]) -> dict[str, Any] | None:
@@ -176,10 +177,10 @@ def _problem(mark: str, wrapped: list[str], count: int, file: str) -> Problem:
     )
 
 
-def all_stripped(named: Mapping[str, T], marks: Iterable[str]) -> dict[str, T]:
-    """The items under names without the prefixes of wrappers."""
+def all_stripped(named: Mapping[str, T], marks: Iterable[str], file: str) -> dict[str, T]:
+    """The items under names without the prefixes of wrappers. Raises ReshardError if two get the same name."""
     marks = list(marks)
-    return {stripped(name, marks): item for name, item in named.items()}
+    return under_new_names(((name, stripped(name, marks), item) for name, item in named.items()), file)
 
 
 def stripped(name: str, marks: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.families.transformers_5 import ExpertNames, MemoryNames
 from reshard.formats import apply_renamings
 from reshard.formats.checkpoint import Checkpoint, OptimizerStates
+from reshard.formats.unique_names import under_new_names
 from reshard.formats.weight_operations import experts_differ, experts_missing
 from reshard.transfer.plan import Planned
 
@@ -49,27 +50,10 @@ def hub_tensors(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str, T
         planned = [Planned(n, t.dtype, t.shape, partial(_view_of, t)) for n, t in tensors.items()]
         found = apply_renamings.to_hub(planned, live.rules, live.config)
         return {each.name: Tensor(each.dtype, each.source()) for each in found}
-    result: dict[str, Tensor] = {}
-    problems = []
     tensors = _stacked(tensors, live) if live.stacked else _as_on_the_hub(tensors, live)
-    for name, tensor in tensors.items():
-        for hub, part in _parts(live, name, tensor):
-            if hub in result:
-                problems.append(
-                    Problem(
-                        "tensor-named-twice",
-                        "a tensor is in the checkpoint under two names",
-                        tensor=hub,
-                        file=tensor.file,
-                        rule="a checkpoint has either Hub names or the names of the model in memory",
-                        found=name,
-                        remedy="the tensors of two saves were mixed: save the model again into an empty folder",
-                    )
-                )
-            result[hub] = part
-    if problems:
-        raise ReshardError(problems)
-    return result
+    return under_new_names(
+        (name, hub, part) for name, tensor in tensors.items() for hub, part in _parts(live, name, tensor)
+    )
 
 
 def _as_on_the_hub(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str, Tensor]:

@@ -109,7 +109,9 @@ class ArrayFolder:
     def _open(self, name: str) -> Any:
         with _decoding, _understood(self.folder, name):
             if name not in self._opened:
-                spec = {"driver": "zarr3" if self.is_zarr3 else "zarr", "kvstore": self._place(name)}
+                driver = "zarr3" if self.is_zarr3 else "zarr"
+                # Without this, tensorstore reads chunks that are missing as zeros.
+                spec = {"driver": driver, "kvstore": self._place(name), "fill_missing_data_reads": False}
                 found = self._tensorstore.open(spec, read=True, open=True, context=self._context)
                 self._opened[name] = found.result()
             return self._opened[name]

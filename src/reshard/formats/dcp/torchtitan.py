@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from reshard.algebra.tensors import Tensor
 from reshard.families.dialects.torchtitan import EMBEDDING, HEAD, TORCHTITAN
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.copied_files import same_bytes
+from reshard.formats.unique_names import under_new_names
 
 ROUTER_BIASES = "load-balancing biases of routers"
 BALANCING = (
@@ -75,18 +76,20 @@ def unnested(names: Iterable[str]) -> str:
 
 
 def respelled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` under the names of 0.3.0, with experts unstacked."""
-    result: dict[str, Tensor] = {}
+    """`tensors` under the names of 0.3.0, with experts unstacked. Raises ReshardError if two get the same name."""
+    return under_new_names(_respelled(tensors))
+
+
+def _respelled(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
     layers = max((int(match[1]) + 1 for name in tensors if (match := _LAYER.match(name))), default=0)
     for stored, tensor in tensors.items():
         name = _MTP.sub(lambda match: f"layers.{layers + int(match[1])}.", stored)
         match = _EXPERTS.fullmatch(name)
         if match and len(tensor.shape) == 3:
             for expert, view in enumerate(tensor.view.unstacked()):
-                result[f"{match[1]}experts.{expert}.{match[2]}.weight"] = Tensor(tensor.dtype, view)
+                yield stored, f"{match[1]}experts.{expert}.{match[2]}.weight", Tensor(tensor.dtype, view)
         else:
-            result[_spelled(name)] = tensor
-    return result
+            yield stored, _spelled(name), tensor
 
 
 def _spelled(name: str) -> str:

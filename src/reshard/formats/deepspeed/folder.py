@@ -22,6 +22,7 @@ from reshard.formats.deepspeed.step_files import holds_step, is_universal, read_
 from reshard.formats.deepspeed.universal import read_universal
 from reshard.formats.deepspeed.zero import StepContent, read_weights
 from reshard.formats.state_dict_names import prefix_of, without_buffers
+from reshard.formats.unique_names import under_new_names
 from reshard.stores import open_file
 from reshard.transfer.source_files import Sources
 
@@ -88,7 +89,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 
 def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return under_new_names((name, name.removeprefix(prefix), tensor) for name, tensor in tensors.items())
 
 
 def _state(prefix: str, weights: StepContent, kind: str) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata
 from reshard.containers.torchfiles.read import read_torch_file
+from reshard.formats.unique_names import under_new_names
 from reshard.transfer.source_files import Sources
 
 COMMON_FILE = "common.pt"
@@ -73,7 +74,9 @@ def is_torch_dcp(objects: Mapping[str, DcpChunk]) -> bool:
 
 def respelled(tensors: Mapping[str, DcpTensor]) -> dict[str, DcpTensor]:
     """The tensors of torch_dcp under the keys that torch_dist has for them, if it does not stack layers."""
-    return {with_expert_before_module(key.removeprefix(_NEST)): tensor for key, tensor in tensors.items()}
+    return under_new_names(
+        (key, with_expert_before_module(key.removeprefix(_NEST)), tensor) for key, tensor in tensors.items()
+    )
 
 
 def with_expert_before_module(name: str) -> str:

@@ -24,6 +24,7 @@ from reshard.formats.copied_files import ANOTHER_RUN, ONE_RUN, of_other_runs
 from reshard.formats.megatron.mcore import BELOW, layout_of
 from reshard.formats.megatron.rank_states import MegatronRank
 from reshard.formats.megatron.writers import arguments_of
+from reshard.formats.unique_names import under_new_names
 
 STATE_FILE = "model_optim_rng.pt"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -157,7 +158,10 @@ def chunks_of(content: Content) -> list[Mapping[str, Any]]:
         (key for key in content if re.fullmatch(r"model\d*", key)), key=lambda key: int(key[5:] or 0)
     )
     return [
-        {key.removeprefix("module.").removeprefix(BELOW): value for key, value in content[name].items()}
+        under_new_names(
+            (key, key.removeprefix("module.").removeprefix(BELOW), value)
+            for key, value in content[name].items()
+        )
         for name in names
         if isinstance(content[name], Mapping)
     ]

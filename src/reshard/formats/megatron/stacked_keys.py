@@ -39,6 +39,7 @@ from reshard.formats.megatron.optimizer_states import (
 )
 from reshard.formats.megatron.writers import engine_of, recorded_args
 from reshard.formats.state_dict_names import prefix_of, split_front
+from reshard.formats.unique_names import under_new_names
 from reshard.transfer.source_files import Sources
 
 OPTIMIZER = "optimizer states"
@@ -135,12 +136,14 @@ def unprefixed(stored: Mapping[str, DcpTensor]) -> dict[str, DcpTensor]:
     prefix = prefix_of((key for key in stored if not not_a_weight(key)), _ANCHORS).removesuffix(BELOW)
     if not prefix:
         return dict(stored)
-    found = {}
-    for key, tensor in stored.items():
-        state, weight = split_key(key)
-        front, rest = split_front(weight)
-        found[state + front + rest.removeprefix(prefix)] = tensor
-    return found
+    return under_new_names((key, _without(prefix, key), tensor) for key, tensor in stored.items())
+
+
+def _without(prefix: str, key: str) -> str:
+    """A key without a prefix of the weight's name in it."""
+    state, weight = split_key(key)
+    front, rest = split_front(weight)
+    return state + front + rest.removeprefix(prefix)
 
 
 def _weights_of(

@@ -25,7 +25,8 @@ from reshard.folders.iterations import Iteration
 from reshard.formats import apply_renamings, huggingface
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import Format
-from reshard.formats.peft import ADAPTER_CONFIG, has_model
+from reshard.formats.peft import ADAPTER_CONFIG
+from reshard.formats.weight_files import weights_in
 from reshard.transfer.source_files import Sources
 
 NAME = "mlx-adapter"
@@ -42,7 +43,7 @@ def detect(path: Path) -> bool:
     """Whether `path` is a folder of `mlx_lm.lora`, or the weights in one."""
     if path.is_file():
         return path.name.endswith(WEIGHTS)
-    return (path / WEIGHTS).is_file() and not has_model(path)
+    return (path / WEIGHTS).is_file() and weights_in(path) is None
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:

@@ -28,6 +28,7 @@ from reshard.folders.iterations import Iteration, refuse
 from reshard.formats import foreign
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.orbax.layer_names import normal
+from reshard.formats.unique_names import under_new_names
 from reshard.stores import is_remote
 from reshard.stores.orbax import DATABASE, METADATA, ArrayShape, chunk_in, places
 from reshard.stores.registry import container
@@ -71,7 +72,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     refuse(path, None if iteration == step else iteration, "the folder of one step")
     _check_finished(path)
     leaves = _leaves(path, sources)
-    _refuse_adapters(leaves.values(), path)
+    _refuse_adapters(leaves, path)
     root = _root(leaves, path)
     weights, beside = _sorted(leaves, root)
     reader = _ArrayReader(path, sources)
@@ -126,7 +127,10 @@ def _check_finished(path: Path) -> None:
 
 
 def _leaves(path: Path, sources: Sources) -> dict[str, str]:
-    """The arrays of a container under their names in it, each with the same name without NNX's `value`."""
+    """The names of arrays without NNX's `value`, each with its name in the container.
+
+    Raises ReshardError if two arrays have the same name.
+    """
     try:
         content = sources.read(path / METADATA)
         if len(content) > METADATA_MOST:
@@ -145,7 +149,8 @@ def _leaves(path: Path, sources: Sources) -> dict[str, str]:
             found="no such file" if isinstance(error, OSError) else f"{type(error).__name__}: {error}",
             remedy=COPY_AGAIN,
         ) from error
-    return {".".join(each): ".".join(each[:-1] if each[-1:] == ["value"] else each) for each in keys}
+    names = ((".".join(each), each[:-1] if each[-1:] == ["value"] else each) for each in keys)
+    return under_new_names(((stored, ".".join(parts), stored) for stored, parts in names), path / METADATA)
 
 
 def _keys(entry: Mapping[str, Any]) -> list[str]:
@@ -159,10 +164,10 @@ def _root(leaves: Mapping[str, str], path: Path) -> str:
     """The prefix of the model's arrays. Raises ReshardError if no tree of MaxText is there."""
     for root in PARAMETER_PATHS:
         prefix = "".join(f"{part}." for part in root)
-        if any(name.startswith(f"{prefix}token_embedder.") for name in leaves.values()):
+        if any(name.startswith(f"{prefix}token_embedder.") for name in leaves):
             return prefix
     problem = foreign.problem(foreign.ORBAX, path)
-    shown = listed(sorted(leaves.values()), 3)
+    shown = listed(sorted(leaves), 3)
     found = f"arrays called {shown}" if leaves else "no arrays"
     raise ReshardError(
         replace(problem, expected="params.params.token_embedder.embedding, as of MaxText", found=found)
@@ -171,15 +176,15 @@ def _root(leaves: Mapping[str, str], path: Path) -> str:
 
 def _sorted(leaves: Mapping[str, str], root: str) -> tuple[dict[str, str], dict[str, str]]:
     """The model's arrays by name, as they are stored, and the others, with the rule for each."""
-    weights: dict[str, str] = {}
+    weights: list[tuple[str, str, str]] = []
     beside: dict[str, str] = {}
-    for stored, name in leaves.items():
+    for name, stored in leaves.items():
         rule = _rule_of(name) or _rule_of(name.removeprefix(root))
         if rule:
             beside[stored] = rule
         else:
-            weights[name.removeprefix(root)] = stored
-    return weights, beside
+            weights.append((name, name.removeprefix(root), stored))
+    return under_new_names(weights), beside
 
 
 def _refuse_adapters(names: Iterable[str], path: Path) -> None:

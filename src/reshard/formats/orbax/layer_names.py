@@ -13,12 +13,13 @@ The axis of layers is `param_scan_axis`, which is 1; that of experts is the firs
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from reshard.algebra.tensors import Tensor
 from reshard.families.dialects.maxtext import HEAD
 from reshard.families.sized_family import Model
+from reshard.formats.unique_names import under_new_names
 
 GEMMA2_PAIR = ("local", "global")
 GEMMA3_BLOCK_LAYERS = 6
@@ -43,23 +44,30 @@ class LayerPosition(NamedTuple):
 
 
 def normal(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the dialect, one for each layer; names that no spelling fits stay as they are."""
+    """The tensors of the dialect, one for each layer; names that no spelling fits stay as they are.
+
+    Raises ReshardError if two arrays are the same tensor.
+    """
+    found = under_new_names(_by_layer(arrays))
+    if HEAD in found and len(found[HEAD].shape) == 2:
+        found[HEAD] = Tensor(found[HEAD].dtype, found[HEAD].view.permute(1, 0))
+    return found
+
+
+def _by_layer(arrays: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
+    """The tensors of the dialect, each with the name of its array and its own."""
     matches = {name: _PLACE.fullmatch(name) for name in arrays}
     axis = _scan_axis(arrays, matches)
-    found: dict[str, Tensor] = {}
     dense = _layers_of("dense_layers", arrays, matches, axis)
     blocks = _layers_of("layers", arrays, matches, axis)
     for name, tensor in arrays.items():
         match = matches[name]
         if match is None:
-            found[name.removeprefix("decoder.")] = tensor
+            yield name, name.removeprefix("decoder."), tensor
             continue
         for index, part in _parts(match, tensor, axis):
             layer, rest = _layer(match, index, dense, blocks)
-            found[f"layers.{layer}.{rest}"] = part
-    if HEAD in found and len(found[HEAD].shape) == 2:
-        found[HEAD] = Tensor(found[HEAD].dtype, found[HEAD].view.permute(1, 0))
-    return found
+            yield name, f"layers.{layer}.{rest}", part
 
 
 Match = re.Match[str]

@@ -25,6 +25,7 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import Format
 from reshard.formats.sharding import Split
 from reshard.formats.tables.rank_files import COPY_AGAIN, JoinedRanks, files_of_ranks
+from reshard.formats.unique_names import under_new_names
 from reshard.transfer.source_files import Sources
 
 NAME = "deepseek-inference"
@@ -74,7 +75,9 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     if misplaced := [*_misplaced(contents)]:
         raise ReshardError(misplaced)
     joined = JoinedRanks(contents, split_of)
-    tensors = {hub_name(name): tensor for name, tensor in joined.tensors().items()}
+    tensors = under_new_names(
+        ((name, hub_name(name), tensor) for name, tensor in joined.tensors().items()), path
+    )
     settings = _settings(folder, sources) or {}
     config = hub_config(settings, tensors) if settings else None
     unrecorded = set() if "rope_factor" in settings else {"rope_scaling"}
