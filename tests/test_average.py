@@ -365,7 +365,7 @@ def test_adapters_are_refused(three: list[Path], tmp_path: Path) -> None:
 def test_a_checkpoint_is_given_once(three: list[Path], tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(three[0])
     (problem,) = refused(three[0], three[1], tmp_path / "link", tmp_path / "out")
-    assert problem["code"] == "average-checkpoint-twice" and problem["file"] == str(three[0])
+    assert problem["code"] == "average-checkpoint-twice" and str(three[0]) in problem["found"]
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -376,7 +376,66 @@ def test_the_output_is_none_of_the_checkpoints(three: list[Path], tmp_path: Path
     assert all(api.verify(*pair).equal for pair in zip(three, copies, strict=False))
 
 
-@pytest.mark.parametrize("weights", ["1", "1,2,3", "1,nan", "1,inf", "1,-1", "-2,1"])
+def test_a_folder_and_its_own_file_are_one_checkpoint(three: list[Path], tmp_path: Path) -> None:
+    (problem,) = refused(three[0], three[1], three[0] / "model.safetensors", tmp_path / "out")
+    assert problem["code"] == "average-checkpoint-twice"
+    assert problem["file"] == str(three[0] / "model.safetensors") and str(three[0]) in problem["found"]
+
+
+def test_tokenizers_with_other_ids_are_refused(three: list[Path], tmp_path: Path) -> None:
+    """Rows of two tokens would be averaged. Tokens that only one of them has are no contradiction."""
+    other, more = (Path(shutil.copytree(three[1], tmp_path / name)) for name in ("other", "more"))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second, *_ = (token for token, number in vocab.items() if number > 20)
+    changed = {**vocab, first: vocab[second], second: vocab[first]}
+    model = {**tokenizer["model"], "vocab": changed}
+    (other / "tokenizer.json").write_text(json.dumps({**tokenizer, "model": model}))
+    (problem,) = refused(other, three[0], tmp_path / "out")
+    assert problem["code"] == "average-tokenizers-differ" and "2 ids differ" in problem["found"]
+    api.average([other, three[0]], tmp_path / "without", no_tokenizer=True)
+    added = {**tokenizer["added_tokens"][0], "id": 900, "content": "<more>"}
+    added_tokens = [*tokenizer["added_tokens"], added]
+    (more / "tokenizer.json").write_text(json.dumps({**tokenizer, "added_tokens": added_tokens}))
+    assert refused(other, more, three[0], tmp_path / "out")[0]["file"] == str(other)
+    api.average([more, three[0]], tmp_path / "more tokens")
+
+
+def test_settings_that_only_one_config_has_are_noted(three: list[Path], tmp_path: Path) -> None:
+    other = Path(shutil.copytree(three[1], tmp_path / "other"))
+    edit_config(other, residual_scale=2.5)
+    for paths in ([other, three[0]], [three[0], other]):
+        notes = api.average(paths, tmp_path / "out", dry_run=True).plan.notes
+        assert [note for note in notes if f"residual_scale=2.5: only in the config of {other}" in note]
+    notes = api.average(three[:2], tmp_path / "out", dry_run=True).plan.notes
+    assert not [note for note in notes if "only in the config" in note]
+
+
+def test_a_proof_takes_none_but_the_averaged(three: list[Path], tmp_path: Path) -> None:
+    api.average(three[:2], tmp_path / "out")
+    told = reshard("verify", three[2], tmp_path / "out", "--proof", "--json")
+    (problem,) = told.json["problems"]
+    assert told.code == 2 and problem["code"] == "proof-not-averaged"
+    assert str(three[0]) in problem["expected"] and str(three[1]) in problem["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [((1e308, 1e308), [0.5, 0.5]), ((1e308, 5e307), [2 / 3, 1 / 3]), ((5e-324, 5e-324), [0.5, 0.5])],
+)
+def test_weights_of_any_size_are_divided(
+    weights: tuple[float, ...], shares: list[float], three: list[Path], tmp_path: Path
+) -> None:
+    first, *_ = api.average(three[:2], tmp_path / "out", weights=weights, dry_run=True).plan.notes
+    assert first == f"the average of {three[0]} × {shares[0]:.6g}, {three[1]} × {shares[1]:.6g}"
+
+
+def test_a_share_beyond_float32_is_refused(three: list[Path], tmp_path: Path) -> None:
+    (problem,) = refused(*three, tmp_path / "out", "--weights=1e300,-1e300,1")
+    assert problem["code"] == "average-weights-wrong"
+
+
+@pytest.mark.parametrize("weights", ["1", "1,2,3", "1,nan", "1,inf", "1,-1", "-2,1", "1e308,-1e308"])
 def test_weights_that_cannot_be_used(three: list[Path], tmp_path: Path, weights: str) -> None:
     (problem,) = refused(*three[:2], tmp_path / "out", f"--weights={weights}")
     assert problem["code"] == "average-weights-wrong"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar
+
+import numpy as np
 
 from reshard.api.conversion import convert, converts
 from reshard.base.argument_checks import Arguments, StrPath
@@ -20,6 +23,7 @@ from reshard.stores import source_path
 
 NEAR = 1e-9
 """How far a sum of weights may be from 1 because of rounding."""
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +108,21 @@ def average(src: Sequence[StrPath], dst: StrPath, **given: Any) -> Conversion:
 def _shares(weights: Sequence[Any], count: int) -> tuple[float, ...]:
     """The weights, divided by their sum unless that is 1. Raises ReshardError if they are not `count` numbers."""
     numbers = [float(each) for each in weights if isinstance(each, (int, float)) and math.isfinite(each)]
-    total = math.fsum(numbers)
-    if len(numbers) != len(weights) or len(weights) != count or not total > 0:
+    _, exponent = math.frexp(max(map(abs, numbers), default=0.0))
+    scaled = [math.ldexp(each, -exponent) for each in numbers]  # exact, and their sum does not overflow
+    total = math.fsum(scaled)
+    shares = [each / total for each in scaled] if total > 0 else []
+    too_large = any(abs(each) > MAX_FLOAT32 for each in shares)
+    if len(numbers) != len(weights) or len(weights) != count or not shares or too_large:
         raise ReshardError(
             "average-weights-wrong",
             "these weights cannot be used",
-            rule="each checkpoint has one weight, a finite number, and their sum is above 0",
+            rule="each checkpoint has one weight, a finite number; their sum is above 0, and each fits in float32 "
+            "after it is divided by the sum",
             expected=f"{count} numbers",
             found=f"{len(weights)}: {', '.join(map(str, weights))}",
             remedy="pass one weight for each checkpoint, in their order, for example --weights "
             + ",".join(["1"] * count),
         )
-    return tuple(numbers) if abs(total - 1) < NEAR else tuple(each / total for each in numbers)
+    is_divided = all(map(partial(math.isclose, rel_tol=NEAR), numbers, shares))
+    return tuple(numbers if is_divided else shares)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -141,7 +141,9 @@ def prove_output(
     record = read_unmodified(output)
     options = options_of(record, output)
     options = replace(options, base=base) if base else options
-    if options.average and realpath(source) in map(realpath, options.average.paths):
+    if options.average:
+        if realpath(source) not in map(realpath, options.average.paths):
+            raise ReshardError([_not_averaged(source, output, options.average.paths)])
         source = options.average.paths[-1]
     try:
         plan = without_record(plan_conversion(source, options, on_step))
@@ -181,6 +183,17 @@ def _swapped(source: Path, output: Path) -> Problem:
         expected=f"{RECORD}, as `reshard convert` writes it",
         found=f"none here, but one in {source}",
         remedy=f"swap them: {shlex.join(['reshard', 'verify', str(output), str(source), '--proof'])}",
+    )
+
+
+def _not_averaged(source: Path, output: Path, averaged: Sequence[Path]) -> Problem:
+    return Problem(
+        "proof-not-averaged",
+        "this is none of the checkpoints that were averaged",
+        file=str(source),
+        rule=f"{output / RECORD} names the checkpoints of the average",
+        expected=" or ".join(map(str, averaged)),
+        remedy=f"pass one of them: {shlex.join(['reshard', 'verify', str(averaged[-1]), str(output), '--proof'])}",
     )
 
 

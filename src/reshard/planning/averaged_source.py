@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 from reshard.adapters import kind_of
 from reshard.algebra.dtypes import DType
-from reshard.algebra.tensors import Replica, Tensor
+from reshard.algebra.tensors import Replica, Tensor, cells_of
 from reshard.algebra.views import View
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed
 from reshard.families.dialect import HUB
 from reshard.families.disagreements import COMPUTED, RUN_CHOICES
+from reshard.folders.companions import find_companions
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import KEEPS_ITS_DTYPE, CheckpointKind
@@ -24,7 +25,7 @@ from reshard.formats.options import AverageOf, ConversionOptions
 from reshard.model.averaged_tensor import AveragedTensor
 from reshard.model.find_config import config_of, read_config
 from reshard.planning.hub_tensors import HubTensors
-from reshard.stores import realpath
+from reshard.stores import as_path, realpath
 from reshard.transfer.elements import castable
 from reshard.transfer.plan import Planned
 
@@ -60,6 +61,7 @@ def averaged_source(
     problems = [
         *_quantized(sides, paths),
         *_other_configs(sides, paths),
+        *([] if options.no_tokenizer else _other_tokenizers(checkpoints)),
         *_other_tensors(sides, paths, any_dtype=options.dtype is not None),
     ]
     if problems:
@@ -112,7 +114,8 @@ def _opened(last: Checkpoint, average: AverageOf, options: ConversionOptions) ->
     """All checkpoints, in their order. Raises ReshardError for adapters, and for one that is given twice."""
     others = _each(lambda path: open_checkpoint(path, None, options.strip, last.sources), average.paths[:-1])
     found = [*others, last]
-    problems = [
+    problems = [*_twice(found)]
+    problems += [
         Problem(
             "average-of-adapters",
             "adapters cannot be averaged",
@@ -125,22 +128,31 @@ def _opened(last: Checkpoint, average: AverageOf, options: ConversionOptions) ->
         for each in found
         if kind_of(each) is not CheckpointKind.MODEL
     ]
-    places = Counter(realpath(each.path) for each in found)
-    problems += [
-        Problem(
-            "average-checkpoint-twice",
-            "a checkpoint is given more than once",
-            file=str(path),
-            rule="each checkpoint is averaged once, with its weight",
-            found=f"given {times} times",
-            remedy="name each checkpoint once; to count one more than others, give it a larger weight",
-        )
-        for path, times in places.items()
-        if times > 1
-    ]
     if problems:
         raise ReshardError(problems)
     return found
+
+
+def _twice(checkpoints: Sequence[Checkpoint]) -> Iterator[Problem]:
+    """A problem for each checkpoint of which a file was given before, as a folder, as a file or through a link."""
+    first: dict[Path, Path] = {}
+    for each in checkpoints:
+        files = {realpath(as_path(file)) for file in _files_of(each)}
+        if same := next((first[file] for file in sorted(files) if file in first), None):
+            yield Problem(
+                "average-checkpoint-twice",
+                "a checkpoint is given more than once",
+                file=str(each.path),
+                rule="each checkpoint is averaged once, with its weight",
+                found=f"the same files as {same}",
+                remedy="name each checkpoint once; to count one more than others, give it a larger weight",
+            )
+        first |= dict.fromkeys(files, each.path)
+
+
+def _files_of(checkpoint: Checkpoint) -> set[str]:
+    """The files with its weights."""
+    return {cells.storage.path for tensor in checkpoint.tensors.values() for cells in cells_of(tensor.view)}
 
 
 def _alone(checkpoint: Checkpoint, options: ConversionOptions, home: Path | None) -> ConversionOptions:
@@ -236,6 +248,26 @@ def _other_configs(sides: Sequence[HubTensors], paths: Sequence[Path]) -> Iterat
             )
 
 
+def _other_tokenizers(checkpoints: Sequence[Checkpoint]) -> Iterator[Problem]:
+    """A problem for each checkpoint in whose tokenizer ids stand for other tokens than in that of the last one."""
+    *others, last = checkpoints
+    wanted = find_companions(last.sources, *last.folders).tokens_by_id
+    for each in others if wanted else ():
+        tokens = find_companions(each.sources, *each.folders).tokens_by_id
+        differing = [number for number in sorted(tokens.keys() & wanted) if tokens[number] != wanted[number]]
+        if differing:
+            number = differing[0]
+            yield Problem(
+                "average-tokenizers-differ",
+                "the tokenizers of the checkpoints give tokens different ids",
+                file=str(each.path),
+                rule="a row of the embedding belongs to the same token in all checkpoints",
+                expected=f"{wanted[number]!r} with id {number}, as in {last.path}",
+                found=f"{tokens[number]!r} with id {number}; {len(differing):,} ids differ",
+                remedy="leave out this checkpoint; if only its tokenizer is wrong, pass --no-tokenizer",
+            )
+
+
 def _settings(sides: Sequence[HubTensors], paths: Sequence[Path]) -> Iterator[tuple[Path, str, Any, Any]]:
     """The settings of each checkpoint that differ from those of the last one, which come second."""
     *others, last = [_facts(side) for side in sides]
@@ -243,6 +275,17 @@ def _settings(sides: Sequence[HubTensors], paths: Sequence[Path]) -> Iterator[tu
         other = [key for key in sorted(facts.keys() & last.keys() - OF_RUNS) if facts[key] != last[key]]
         for key in [FAMILY_KEY] if FAMILY_KEY in other else other:
             yield path, key, facts[key], last[key]
+
+
+def _one_sided(sides: Sequence[HubTensors], paths: Sequence[Path]) -> Iterator[str]:
+    """A note on the settings that only one of two configs has: of each checkpoint, and of the last one."""
+    *others, last = [_facts(side) for side in sides]
+    for path, facts in zip(paths[:-1], others, strict=True):
+        for place, has, lacks in ((path, facts, last), (paths[-1], last, facts)):
+            keys = [key for key in sorted(has.keys() - lacks.keys() - OF_RUNS) if has[key] is not None]
+            if keys:
+                told = listed([f"{key}={has[key]}" for key in keys], 5)
+                yield f"{told}: only in the config of {place}; the output has the settings of {paths[-1]}"
 
 
 def _facts(side: HubTensors) -> Mapping[str, Any]:
@@ -308,6 +351,7 @@ def _notes(
         yield "a negative weight moves the output away from a checkpoint, beyond what any of them was trained to"
     if any(name.endswith(KEEPS_ITS_DTYPE) for name in found):
         yield "the biases of routers are averaged as well: they balance the load of the averaged experts only roughly"
+    yield from _one_sided(sides, paths)
     for path, key, value, wanted in _settings(sides, paths):
         yield f"{key} is {value} in {path}: the output has {wanted}, as {paths[-1]}"
     for side, path in zip(sides, paths, strict=True):
