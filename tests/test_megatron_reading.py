@@ -179,6 +179,48 @@ def test_where_there_are_no_arguments_the_base_tells_all(name: str, genuine: Mak
     assert_agree(transformers_logits(tmp_path / "out", TOKENS), by_megatron(source, "torch_dist"))
 
 
+@pytest.mark.parametrize("passed", [".", "actor", "actor/dist_ckpt"])
+def test_a_megatron_actor_of_verl_has_its_config_beside_it(
+    passed: str, genuine: Maker, tmp_path: Path
+) -> None:
+    """verl saves `dist_ckpt/`, without arguments, and `huggingface/` into the folder of each worker."""
+    source = genuine("qwen2-tp2-pp2")
+    step = tmp_path / "global_step_7"
+    actor = step / "actor"
+    shutil.copytree(source.iteration("torch_dist"), actor / "dist_ckpt")
+    common = actor / "dist_ckpt" / "common.pt"
+    content = torch.load(common, weights_only=False)
+    del content["args"]
+    torch.save(content, common)
+    reshard.convert(source.roots["torch_dist"], tmp_path / "base", no_tokenizer=True)
+    (actor / "huggingface").mkdir()
+    shutil.copy(tmp_path / "base" / "config.json", actor / "huggingface")
+    reshard.convert(step / passed, tmp_path / "out", no_tokenizer=True)
+    assert reshard.verify(tmp_path / "out", tmp_path / "base").equal
+
+
+@pytest.mark.parametrize(
+    "name, code", [("qwen2-tp2-pp2", "head-not-tied"), ("qwen2-tied-pp2", "head-missing")]
+)
+def test_a_config_that_is_wrong_about_the_head_is_named(
+    name: str, code: str, genuine: Maker, tmp_path: Path
+) -> None:
+    source = genuine(name)
+    reshard.convert(source.roots["torch_dist"], tmp_path / "base", no_tokenizer=True)
+    run = Path(shutil.copytree(source.roots["torch_dist"], tmp_path / "run"))
+    common = run / source.iteration().name / "common.pt"
+    content = torch.load(common, weights_only=False)
+    del content["args"]
+    torch.save(content, common)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config["tie_word_embeddings"] = not config["tie_word_embeddings"]
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ReshardError) as raised:
+        reshard.convert(run, tmp_path / "out", base=tmp_path / "base", no_tokenizer=True)
+    (problem,) = raised.value.problems
+    assert problem.code == code and "tie_word_embeddings" in (problem.remedy or "")
+
+
 @pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if "torch" in variant.formats])
 @pytest.mark.core("qwen3-pp2-vpp2", "qwen3-moe-tp2-pp2-ep4-etp1")
 def test_legacy_files_without_arguments_tell_the_layout_themselves(

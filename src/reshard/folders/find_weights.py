@@ -15,6 +15,7 @@ WEIGHT_FOLDERS = tuple(
         r"pytorch_model_fsdp_\d+",  # accelerate and Trainer, FSDP with SHARDED_STATE_DICT
         r"checkpoints?",  # torchtitan
         r"actor|policy|model|weights|model_weights|model_and_optim",  # verl; torchtitan; NeMo; OLMo-core
+        r"dist_ckpt",  # verl with Megatron
         r"items|model_params|default",  # MaxText; Orbax
     )
 )
@@ -74,8 +75,11 @@ def _latest_first(children: list[Path], pattern: re.Pattern[str]) -> list[tuple[
 
 
 def find_root(root: Path, given: Path) -> Path:
-    """The folder with config.json: `root` itself, one inside it, or one above it, up to the path that users pass."""
-    folder = given if given.is_dir() else given.parent
+    """The folder with config.json: `root` itself, one inside it, or one above it, up to the path that users pass.
+
+    verl's Megatron workers save it in `huggingface/` beside `dist_ckpt/`, which users may pass.
+    """
+    folder = given if given.is_dir() and given.name != "dist_ckpt" else given.parent
     above = [place for place in root.parents if place == folder or folder in place.parents]
     inner = [place / "huggingface" for place in (root, *above)]
     linked = [place for place in inner if place.is_symlink()]  # these lead out of the checkpoint

@@ -201,6 +201,30 @@ def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
     return result
 
 
+def _head_missing(checkpoint: Checkpoint, name: str) -> Problem:
+    return Problem(
+        "head-missing",
+        "the output head is missing",
+        tensor=name,
+        file=str(checkpoint.path),
+        rule="tie_word_embeddings is false in config.json: the head has weights of its own",
+        remedy="if the model's head is tied to its embedding, set tie_word_embeddings to true in config.json; else the "
+        "checkpoint is incomplete: copy it again",
+    )
+
+
+def _head_of_its_own(name: str, tensor: Tensor) -> Problem:
+    return Problem(
+        "head-not-tied",
+        "config.json says that the output head is tied, but the checkpoint has one of its own",
+        tensor=name,
+        file=tensor.file,
+        rule="tie_word_embeddings is true in config.json: the head is the embedding",
+        found=f"{tensor.dtype} {list(tensor.shape)}",
+        remedy="set tie_word_embeddings to false in config.json, as the model was trained",
+    )
+
+
 def _has_shape(tensor: Tensor, weight: QuantizedWeight | None, shape: tuple[int, ...]) -> bool:
     """Whether a tensor, or the quantized weight in it, has this shape."""
     return weight.fits(tensor, shape) if weight else tensor.shape == shape
@@ -215,9 +239,12 @@ def _check(
     have = quantization.whole(checkpoint.tensors) if quantization else checkpoint.tensors
     problems = []
     told = quantization.incomplete if quantization else frozenset()
+    head = HEAD if checkpoint.has_hub_names else checkpoint.dialect.head
     for name in sorted(wanted.keys() - have.keys() - told):
         problems.append(
-            Problem(
+            _head_missing(checkpoint, name)
+            if name == head
+            else Problem(
                 "tensor-missing",
                 "a tensor is missing",
                 tensor=name,
@@ -232,7 +259,9 @@ def _check(
     )  # for example, some tools add biases
     for name in sorted(added):
         problems.append(
-            Problem(
+            _head_of_its_own(name, have[name])
+            if name == head
+            else Problem(
                 "tensor-unknown",
                 "a tensor is unknown",
                 tensor=name,
