@@ -1,7 +1,8 @@
 """Run in an environment with LitGPT: `run_litgpt.py JOBS` does what a JSON file asks, job after job.
 
-A job "make"s a folder of random weights by LitGPT's own `GPT`, in the file that it has after training or without what
-else is in that, with their logits, and what LitGPT's own script converts them to. tests/data/litgpt is such a folder.
+A job "make"s a folder of random weights by LitGPT's own `GPT`, in the file that it has after training, or as
+`convert_hf_checkpoint` saves it, with their logits, and what LitGPT's own script converts them to. tests/data/litgpt is
+such a folder.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from litgpt import GPT, Config
 from litgpt.scripts.convert_lit_checkpoint import convert_lit_checkpoint, qkv_reassemble
-from litgpt.utils import save_config
+from litgpt.utils import incremental_save, save_config
 
 TOKENS = 14
 
@@ -39,7 +40,11 @@ def make(folder: str, name: str, changes: dict[str, Any], nested: bool, old: boo
             key.replace("attn.qkv", "attn.attn"): qkv_reassemble(each, config) if "attn.qkv" in key else each
             for key, each in weights.items()
         }
-    torch.save({"model": weights, "step": 3} if nested else weights, place / "lit_model.pth")
+    if nested:
+        torch.save({"model": weights, "step": 3}, place / "lit_model.pth")
+    else:  # whose keys of storages are integers
+        with incremental_save(place / "lit_model.pth") as saver:
+            saver.save({key: saver.store_early(each) for key, each in weights.items()})
     again = GPT(config)  # with a rotary embedding in float32
     again.load_state_dict({**weights})
     tokens = torch.arange(3, 3 + TOKENS)[None]

@@ -226,17 +226,21 @@ class _Rebuilder:
         )
 
     def _persistent(self, reference: Any) -> _TypedStorage:
-        """The storage for ("storage", storage class, key, device, elements), as `torch.save` refers to one."""
+        """The storage for ("storage", storage class, key, device, elements), as `torch.save` refers to one.
+
+        The key is the name of its file in the archive, and an integer if LitGPT's `incremental_save` wrote it.
+        """
         kind, storage_class, key, _, count = reference
         if isinstance(storage_class, type) and issubclass(storage_class, Opaque):
             raise self._unsupported(storage_class.name)
-        if kind != "storage" or not isinstance(storage_class, _StorageClass) or type(key) is not str:
+        if kind != "storage" or not isinstance(storage_class, _StorageClass) or type(key) not in (str, int):
             raise ValueError(f"a persistent object {reprlib.repr(reference)}")
         dtype = storage_class.dtype
         nbytes = sizes((count,))[0] * (dtype.itemsize if dtype else 1)
-        if (key, nbytes) not in self._seen:
-            self._seen[key, nbytes] = self._sealed.add(self._storage(key, nbytes))
-        return _TypedStorage(self._seen[key, nbytes], dtype)
+        place = str(key), nbytes
+        if place not in self._seen:
+            self._seen[place] = self._sealed.add(self._storage(*place))
+        return _TypedStorage(self._seen[place], dtype)
 
     def _tensor(self, typed: _TypedStorage, start: int, shape: Any, strides: Any, *rest: Any) -> StoredTensor:
         if typed.dtype is None:
