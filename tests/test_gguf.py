@@ -434,6 +434,15 @@ def test_a_file_is_all_that_is_planned(model: Model, tmp_path: Path) -> None:
     assert told["bytes"] == file.stat().st_size
 
 
+def test_a_file_alone_has_no_record(model: Model, tmp_path: Path) -> None:
+    reshard.convert(model("llama"), tmp_path / "out.gguf")
+    with pytest.raises(reshard.ReshardError) as raised:
+        reshard.verify(tmp_path / "out.gguf")
+    (problem,) = raised.value.problems
+    assert problem.code == "record-of-single-file" and "reshard verify SRC FILE" in (problem.remedy or "")
+    assert reshard.verify(model("llama"), tmp_path / "out.gguf").equal
+
+
 def test_a_folder_with_the_name_of_a_file_stays_a_folder(model: Model, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").mkdir()
     assert command("convert", model("llama"), tmp_path / "model.gguf").code == 0

@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
 
 import reshard
 from reshard import ReshardError
+from reshard.algebra.tensors import cells_of
+from tests.bad_input.damage import flip
 from tests.environments import python
 from tests.test_weights import DATA
 
@@ -221,6 +223,21 @@ def test_everything_that_does_not_fit_is_named_and_nothing_changes(hf_model: Mod
     found = refused(built(source, intermediate_size=32), source)
     assert found.keys() == {"live-tensor-shape-differs"}
     assert refused(built(hf_model("qwen3_moe")), source).keys() >= {"live-tensor-not-in-checkpoint"}
+
+
+def test_damage_that_is_found_while_reading_is_told_with_what_was_changed(
+    hf_model: Models, tmp_path: Path
+) -> None:
+    run = converted(hf_model("qwen3"), tmp_path / "run", to="megatron")
+    storage = next(cells.storage for cells in cells_of(reshard.open(run)["model.norm.weight"].tensor.view))
+    flip(Path(storage.path), storage.offset)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run))
+    with pytest.raises(ReshardError) as caught:
+        reshard.load_into(model, run)
+    *damage, changed = caught.value.problems
+    assert {each.code for each in damage} == {"checksum-mismatch"}
+    assert changed.code == "live-module-overwritten"
+    assert f"up to {len(model.state_dict())} tensors" in str(changed.found)
 
 
 def test_a_module_on_meta_is_refused_with_its_buffers(hf_model: Models) -> None:

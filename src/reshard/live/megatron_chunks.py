@@ -12,7 +12,7 @@ from reshard.engines.megatron.fill_model import fill, live_tensors, place
 from reshard.engines.megatron.weight_shards import Coordinates, sharded
 from reshard.engines.megatron.weight_shards import ShardedWeights as Shards
 from reshard.families.family import ENGINE_TITLES, MCORE
-from reshard.live.torch_modules import LoadedTensors
+from reshard.live.torch_modules import LoadedTensors, telling_what_changed
 from reshard.model.logical_tensors import logical_tensors
 from reshard.transfer.compare import unequal_replicas
 from reshard.transfer.gather import check_sums
@@ -56,14 +56,15 @@ def load_chunks(chunks: Sequence[torch.nn.Module], weights: Weights, *, verify: 
     at = place(layout)
     if problems := [*_other_layers(inner, held, at)]:
         raise ReshardError(problems)
+    shards = [shard for index in range(len(inner)) for shard in held.of(at, index).values()]
     ledger = Ledger(every=True) if verify else None
     with weights.reading(), weights.checkpoint.sources.unchanged(ledger.passed if ledger else None):
         if verify and (problems := unequal_replicas(weights.plan.replicas, shared(2, 1 << 28))):
             raise ReshardError(problems)
-        fill(list(inner), held, at, ledger)
-        if ledger:
-            check_sums(ledger, {})
-    shards = [shard for index in range(len(inner)) for shard in held.of(at, index).values()]
+        with telling_what_changed(len(shards), [len(shards)], str(weights.checkpoint.path)):
+            fill(list(inner), held, at, ledger)
+            if ledger:
+                check_sums(ledger, {})
     nbytes = sum(shard.numel * shard.dtype.itemsize for shard in shards)
     return LoadedTensors(len(shards), nbytes, nbytes)
 

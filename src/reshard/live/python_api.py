@@ -63,7 +63,8 @@ def load_into(
     ------
     ReshardError
         Before anything is changed, naming all tensors that only one side has, or that have another shape. While it is
-        read, for damage: the module is then filled in part, and must not be used.
+        read, for damage: the module is then filled in part and must not be used, as the problem
+        ``live-module-overwritten`` says.
 
     Examples
     --------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -83,13 +84,33 @@ def load_into(module: torch.nn.Module, weights: Weights, how: ReadOptions) -> Lo
     wanted = [_wanted(found[name], each) for name, each in fills.items()]
     wanted.sort(key=lambda each: place(each.tensor))
     counts: list[int] = []
-    for name, raw in read(weights, wanted, how, counts.append):
-        local = fills[name].local
-        if not _is_direct(local):
-            local.copy_(as_torch(name, raw.reshape(tuple(local.shape)), _dtype_of(local), None))
+    with telling_what_changed(len(wanted), counts, file):
+        for name, raw in read(weights, wanted, how, counts.append):
+            local = fills[name].local
+            if not _is_direct(local):
+                local.copy_(as_torch(name, raw.reshape(tuple(local.shape)), _dtype_of(local), None))
     filled = sum(each.tensor.nbytes for each in wanted)
     kept = [each.names[0] for each in places if _name_in(each, found) is None]
     return LoadedTensors(len(wanted), filled, sum(counts), tuple(sorted(beyond)), tuple(kept))
+
+
+@contextmanager
+def telling_what_changed(tensors: int, filled: Sequence[int], file: str) -> Iterator[None]:
+    """Add to an error that `tensors` may have been overwritten before it was found, unless `filled` is empty."""
+    try:
+        yield
+    except ReshardError as error:
+        if not filled:
+            raise
+        changed = Problem(
+            "live-module-overwritten",
+            "the module must not be used: its tensors were overwritten before the damage was found",
+            file=file,
+            rule="tensors are filled while they are read, and a checksum is known when all its bytes were read",
+            found=f"up to {tensors} tensors have new values",
+            remedy="load another checkpoint into the module, or build it again",
+        )
+        raise ReshardError([*error.problems, changed]) from error
 
 
 def _places(module: torch.nn.Module) -> list[_LocalTensor]:

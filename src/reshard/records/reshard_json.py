@@ -190,6 +190,15 @@ def read_record(folder: Path) -> dict[str, Any]:
     """The content of `reshard.json`. Raises ReshardError if it is missing, or if this version cannot read it."""
     if not folder.exists():
         raise nothing_there(folder)
+    if folder.is_file():
+        raise ReshardError(
+            "record-of-single-file",
+            "a single file has no record with digests",
+            file=str(folder),
+            rule=f"{RECORD} is in the folder that `reshard convert` writes; a file alone, such as out.gguf, gets none",
+            remedy="compare its weights (reshard verify SRC FILE), pass the folder with its record, or convert again "
+            "into a folder (--to gguf)",
+        )
     path = folder / RECORD
     found = read_object(path, Sources()) if path.is_file() else {}
     files = found.get(FILES_KEY)
