@@ -200,7 +200,7 @@ def test_a_megatron_actor_of_verl_has_its_config_beside_it(
 
 
 @pytest.mark.parametrize(
-    "name, code", [("qwen2-tp2-pp2", "head-not-tied"), ("qwen2-tied-pp2", "head-missing")]
+    "name, code", [("qwen2-tp2-pp2", "head-not-tied"), ("qwen2-tied-pp2", "untied-head-missing")]
 )
 def test_a_config_that_is_wrong_about_the_head_is_named(
     name: str, code: str, genuine: Maker, tmp_path: Path

@@ -203,7 +203,7 @@ def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
 
 def _head_missing(checkpoint: Checkpoint, name: str) -> Problem:
     return Problem(
-        "head-missing",
+        "untied-head-missing",
         "the output head is missing",
         tensor=name,
         file=str(checkpoint.path),

@@ -197,7 +197,7 @@ def read_record(folder: Path) -> dict[str, Any]:
             file=str(folder),
             rule=f"{RECORD} is in the folder that `reshard convert` writes; a file alone, such as out.gguf, gets none",
             remedy="compare its weights (reshard verify SRC FILE), pass the folder with its record, or convert again "
-            "into a folder (--to gguf)",
+            "into a folder",
         )
     path = folder / RECORD
     found = read_object(path, Sources()) if path.is_file() else {}
