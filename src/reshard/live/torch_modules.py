@@ -110,7 +110,7 @@ def telling_what_changed(tensors: int, filled: Sequence[int], file: str) -> Iter
             found=f"up to {tensors} tensors have new values",
             remedy="load another checkpoint into the module, or build it again",
         )
-        raise ReshardError([*error.problems, changed]) from error
+        raise ReshardError([*error.problems, changed]) from None
 
 
 def _places(module: torch.nn.Module) -> list[_LocalTensor]:
