@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -374,6 +376,25 @@ def test_each_case_over_two_processes(tmp_path: Path) -> None:
         text=True,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def test_the_callback_ends_a_run_by_the_rule_for_losses_in_logs() -> None:
+    """Three losses in a row that are not finite; the Trainer prints 0 for NaN. An evaluation does not count."""
+    callback, state = guard.callback(), SimpleNamespace(global_step=0)
+
+    def log(**logs: float) -> None:
+        state.global_step += 1
+        callback.on_log(None, state, None, logs=logs)
+
+    log(loss=math.nan, learning_rate=1e-5)
+    log(loss=2.0, grad_norm=math.nan, learning_rate=1e-5)
+    for _ in range(5):
+        log(eval_loss=math.nan, epoch=1)
+    log(loss=0.0, grad_norm=math.nan, learning_rate=1e-5)
+    log(loss=math.inf, learning_rate=1e-5)
+    with pytest.raises(ReshardError, match="step 8: loss nan, 3 steps in a row") as raised:
+        log(loss=math.nan, learning_rate=1e-5)
+    assert raised.value.problems[0].code == "loss-not-finite"
 
 
 @pytest.mark.thorough

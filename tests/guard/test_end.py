@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from reshard.base.errors import Problem
 from reshard.guard.command.read_command import StartedProgram
@@ -203,3 +204,22 @@ def test_a_good_run_imports_nothing_more() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set() False False"
+
+
+def test_a_base_with_nan_is_the_cause_of_a_loss_that_is_nan(
+    folder: Path, killed: CommandOutcome, tmp_path: Path
+) -> None:
+    """The learning rate is blamed only if the base was finite."""
+    nan = Notice(
+        Problem("loss-not-finite", "the loss is NaN", found="step 1: loss nan", remedy="lower it"), stop=True
+    )
+    stopped = replace(killed, status=143, notices=[nan])
+    base = Path(shutil.copytree(folder / "model", tmp_path / "model"))
+    command = replace(ran(folder), folder=tmp_path, model="model")
+    assert "lower it" in printed(ended(command, stopped, GuardOptions()))
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    text = printed(ended(command, stopped, GuardOptions()))
+    assert "base-weights-not-finite" in text and "model.norm.weight" in text and "step 1: loss nan" in text
+    assert "lower it" not in text

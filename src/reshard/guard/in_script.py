@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.checks.device_maps import misplaced
+from reshard.guard.watch.loss_lines import NanRule, not_finite, read_record
 
 if TYPE_CHECKING:
     from torch import nn
@@ -300,13 +301,22 @@ def _diagnosis(error: Exception) -> str:
 
 
 def callback() -> Any:
-    """A TrainerCallback that checks the model and its optimizer when training begins."""
+    """A TrainerCallback that checks the model when training begins, and the loss whenever it is logged."""
     from transformers import TrainerCallback
 
     class Guard(TrainerCallback):  # type: ignore[misc]
-        """Checks the model that the Trainer has prepared."""
+        """Checks what the Trainer has prepared, and what it logs."""
+
+        def __init__(self) -> None:
+            self._rule = NanRule()
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             check(given["model"], given.get("optimizer"))
+
+        def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            loss = read_record(given.get("logs") or {}).loss
+            bad = self._rule.add(loss, f"step {state.global_step}")
+            if self._rule.ends(bad):
+                raise ReshardError(not_finite(bad, loss))
 
     return Guard()

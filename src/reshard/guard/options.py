@@ -27,7 +27,7 @@ class GuardOptions:
     ] = "report"
     nan_steps: Annotated[
         int, About("End the run after N consecutive steps with a NaN or infinite loss; 0 never does.", "N")
-    ] = 1
+    ] = 3
     output: Annotated[
         Path | None, About("Folder of the run's checkpoints, if the command does not name it.", "DIR")
     ] = None

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from reshard.guard.end.final_folder import FinishedRun
     from reshard.guard.end.resume import Resume
     from reshard.guard.end.saved_checkpoints import SavedCheckpoints
+    from reshard.guard.watch.watcher import Notice
 
 PHRASES = {
     "en": {
@@ -257,11 +258,25 @@ class _End:
         from reshard.guard.end.failure import Failure, RunEvidence, read_failure  # takes 1 s
 
         if stopped:
-            return Failure.of_notice(stopped)
+            return Failure.of_notice(self._with_cause(stopped))
         ran, notices = self.ran, tuple(self.outcome.notices)
         scripts = (ran.started.script,) if ran.started.script else ()
         how = (ran.ranks, ran.oom_kills, self.outcome.status, notices, ran.tracebacks)
         return read_failure(ran.log, RunEvidence(ran.tools, scripts, ran.output, *how))
+
+    def _with_cause(self, stopped: Notice) -> Notice:
+        """Why the guard ended the run. A NaN loss can come from the weights that the run started with."""
+        if stopped.problem.code != "loss-not-finite":
+            return stopped
+        from reshard.guard.end.final_folder import local_model
+        from reshard.guard.end.finite_weights import damaged_base
+
+        named = str(self.options.base or self.ran.model)
+        base = local_model(self.ran.folder, named) if named else None
+        damaged = damaged_base(base) if base else None
+        if damaged is None:
+            return stopped
+        return replace(stopped, problem=damaged, lines=(str(stopped.problem.found), *stopped.lines))
 
     def _resume(self, saved: SavedCheckpoints) -> Resume | None:
         from reshard.guard.end.resume import resume_of

@@ -31,7 +31,8 @@ from reshard.diagnosis.text.partial_failures import EXIT_STATUS, is_consequence
 from reshard.guard.end.log_parts import read_parts
 from reshard.guard.supervise.output_relay import without_times
 from reshard.guard.supervise.signal_passing import signal_name
-from reshard.guard.watch.watcher import Notice
+from reshard.guard.watch.trainer_progress import TrainerProgress
+from reshard.guard.watch.watcher import Notice, OutputLine
 
 MAX_FRAMES = 6
 """Frames of a traceback that are shown, counted from its end."""
@@ -141,7 +142,8 @@ def failure_in(name: str, content: str, seen: RunEvidence = RunEvidence()) -> Fa
     number = signal_in(seen.status) if root is None else 0
     if number:  # no launcher reports it
         log = read_log(name, f"{content}\n{SIGNAL_LINE.format(number, signal_name(number).split(':')[0])}")
-    findings = _weighed(_explained(_diagnosed(log, content, root, seen), seen), root, seen)[:1]
+    diagnosed = [each for each in _diagnosed(log, content, root, seen) if not _is_false_nan(each, log, root)]
+    findings = _weighed(_explained(diagnosed, seen), root, seen)[:1]
     if root is None or is_consequence(root):
         if silent := _silent(content, log):
             return Failure(f"rank {silent[0]}", tuple(_last_words(log, *silent)), findings)
@@ -166,6 +168,7 @@ SIGNAL_LINE = "Signal {} ({}) received by PID of the command"
 """torchrun's own words (torch.distributed.elastic.multiprocessing.errors), for what a shell's exit status tells."""
 KILLED_CODES = "killed-"
 """Codes of findings in an exit status."""
+NAN_CODE = "loss-nan"
 OOM_LINE = "Memory cgroup out of memory: Killed process ({} by the counter oom_kill of the control group)"
 """The kernel's own words (mm/oom_kill.c), for what its counter shows."""
 
@@ -181,6 +184,15 @@ def _diagnosed(log: Log, content: str, root: Traceback | None, seen: RunEvidence
     if seen.oom_kills and findings[0].code == "killed-by-signal":
         return diagnose_text("the kernel", OOM_LINE.format(seen.oom_kills), RunTools(set(seen.tools)))
     return findings
+
+
+def _is_false_nan(finding: Finding, log: Log, root: Traceback | None) -> bool:
+    """Whether a finding blames NaN, and neither the exception nor the progress of the run says so."""
+    if finding.code != NAN_CODE or (root and re.search(r"\bnan\b", root.said, re.IGNORECASE)):
+        return False
+    progress = TrainerProgress()
+    lines = (OutputLine(0.0, "stdout", line.text) for line in log.lines)
+    return not any(notice.stop for line in lines for notice in progress.line(line))
 
 
 def _weighed(findings: list[Finding], root: Traceback | None, seen: RunEvidence) -> tuple[Finding, ...]:

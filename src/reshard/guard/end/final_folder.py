@@ -153,10 +153,10 @@ def _base_of(checkpoint: Checkpoint, ask: FinalRequest, *, is_adapter: bool) -> 
     own = [adapters.find(checkpoint).settings.base or ""] if is_adapter else []
     hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.sources, checkpoint.args)
     told = [str(ask.base or ""), *own, *(hint.value for hint in hints if hint.kind == BASE), ask.model]
-    return next((folder for name in told if name and (folder := _folder(ask.folder, name))), None)
+    return next((folder for name in told if name and (folder := local_model(ask.folder, name))), None)
 
 
-def _folder(working: Path, name: str) -> Path | None:
+def local_model(working: Path, name: str) -> Path | None:
     """A folder, or a model of the Hub in the local cache."""
     if (working / name).is_dir():
         return working / name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,10 +50,18 @@ def damaged(model: Path, names: list[str]) -> Problem:
         "weights of the base model are NaN or infinite",
         file=str(model),
         found=listed(names, 5),
-        rule="they were so before the first step: neither the learning rate nor the data are the cause",
+        rule="they were already NaN before training started: neither the learning rate nor the data are the cause",
         remedy="copy or download the base again, or make it again: `reshard convert` names such tensors when it writes "
         "them",
     )
+
+
+def damaged_base(model: Path) -> Problem | None:
+    """The problem of a base in whose first weights NaN or Inf is found; None if none is, or it cannot be read."""
+    with suppress(OSError, ReshardError):
+        name = diverged(open_checkpoint(model))
+        return damaged(model, [name]) if name else None
+    return None
 
 
 def nonfinite(folder: Path, part: int = 0, parts: int = 1) -> list[str]:

@@ -6,12 +6,13 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
 from reshard.base.errors import Problem
 from reshard.guard.options import GuardOptions
+from reshard.guard.watch.loss_lines import NanRule, not_finite, read_losses, single_spaced
 from reshard.guard.watch.watcher import Notice, OutputLine, Watcher
 
 _N, _TOTAL = r"(?P<n>\d(?:[\d.,]*\d)?[kMGT]?)", r"(?P<total>\d(?:[\d.,]*\d)?[kMGT]?)"
@@ -34,29 +35,6 @@ _TRAINING = re.compile(
 )
 """Names of counters that count steps of training. The bars of transformers, ms-swift, LLaMA-Factory and axolotl have no
 name; in lines with a loss, every counter counts steps."""
-_NUMBER = (
-    r"(?:np\.float\d+\(|tensor\()?(?P<value>[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf(?:inity)?))(?![\w.])"
-)
-_LOSS = re.compile(
-    r"(?<![\w/.-])(?:(?:reduced_)?(?:lm|train(?:ing)?|total|mean|avg|average|running|batch)[ _/]loss|actor/pg_loss"
-    rf"|(?<![a-z] )loss)['\"]?\s*[:=]?\s*['\"]?{_NUMBER}",
-    re.IGNORECASE,
-)
-"""The loss of training: one after another word, such as "aux loss", is not it."""
-_EVALUATION = re.compile(r"\b(?:val|valid|validat\w+|eval\w*|test|testing|dev)\b", re.IGNORECASE)
-"""A word that makes a loss after it one of an evaluation."""
-_NORM = re.compile(
-    rf"(?<![a-z])(?:global_)?grad(?:ient)?[_ -]?norm['\"]?\s*[:=]?\s*['\"]?{_NUMBER}", re.IGNORECASE
-)
-_NAN_ITERATIONS = re.compile(r"number of nan iterations:\s*[1-9]")
-"""Megatron-LM leaves the loss out of the average when it is NaN."""
-_ENTROPY_NAN = re.compile(r"\bentropy['\"]?\s*[:=]\s*['\"]?nan\b", re.IGNORECASE)
-_OTHER_NAN = re.compile(r"(?P<name>eval\w*[_/]loss)['\"]?\s*[:=]\s*['\"]?nan", re.IGNORECASE)
-_REWARD = re.compile(r"['\"]reward")
-_SUMMARY = "train_runtime"
-"""In the last record of transformers, whose loss is an average, while the model is still to be saved."""
-_RECORD = re.compile(r"\{['\"]")
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _VALUES = 2
 """Earlier values of a word and a number, without a loss or a total, that make it a counter of steps: settings look the
 same."""
@@ -72,6 +50,8 @@ class ProgressReading(NamedTuple):
     in_training: bool = False
     loss: float | None = None
     norm: float | None = None
+    evaluation: float | None = None
+    """The loss of an evaluation."""
 
     @property
     def at(self) -> str:
@@ -82,35 +62,17 @@ class ProgressReading(NamedTuple):
 
 
 def read(text: str) -> ProgressReading:
-    """The counter and values in a line. A loss counts beside a counter or in a record: not in mere words."""
-    text = " ".join(_ESCAPES.sub("", text[:16_000]).split())
+    """The counter and values in a line."""
+    text = single_spaced(text)
     found = next((match for pattern in _COUNTERS if (match := pattern.search(text))), None)
-    tells = (found is not None or _RECORD.search(text) is not None) and _SUMMARY not in text
-    loss, norm = (_value(pattern, text) if tells else None for pattern in (_LOSS, _NORM))
-    if _NAN_ITERATIONS.search(text) or (loss == 0 and _of_nan(norm, text)):
-        loss = math.nan  # transformers prints 0 for it, unless logging_nan_inf_filter is false
+    loss, norm, evaluation = read_losses(text)
     if found is None:
-        return ProgressReading(loss=loss, norm=norm)
+        return ProgressReading(loss=loss, norm=norm, evaluation=evaluation)
     groups = found.groupdict()
     name = (groups.get("name") or "").strip()
     in_training = loss is not None or _TRAINING.fullmatch(name) is not None
-    return ProgressReading((name, groups.get("total") or ""), groups["n"], in_training, loss, norm)
-
-
-def _of_nan(norm: float | None, text: str) -> bool:
-    """Whether a gradient norm beside a loss of 0 is that of a NaN loss.
-
-    DeepSpeed calls it infinite, as it does when it lowers the loss scale; then the entropy that TRL prints tells. The
-    loss of GRPO is often 0, and fp16 skips steps whose gradients are not finite.
-    """
-    if norm is None or _REWARD.search(text):
-        return False
-    return math.isnan(norm) or (math.isinf(norm) and bool(_ENTROPY_NAN.search(text)))
-
-
-def _value(pattern: re.Pattern[str], text: str) -> float | None:
-    match = pattern.search(text)
-    return float(match["value"]) if match and not _EVALUATION.search(text, 0, match.start()) else None
+    counter = (name, groups.get("total") or "")
+    return ProgressReading(counter, groups["n"], in_training, loss, norm, evaluation)
 
 
 @dataclass
@@ -135,10 +97,11 @@ class TrainerProgress(Watcher):
     """By counter: its first values, and its last one."""
     _bar: tuple[str, str] | None = None
     """The outer one of bars without a name."""
-    _bad: dict[int | None, list[str]] = field(default_factory=dict)
-    """By rank: the consecutive steps whose loss was not finite."""
     _bad_norms: int = 0
     _warned: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._rule = NanRule(self.nan_steps)
 
     @property
     def interval(self) -> float:
@@ -152,7 +115,7 @@ class TrainerProgress(Watcher):
         if seen.counter is not None and [seen.n] != self._counters.get(seen.counter, [])[-1:]:
             self._advance(line.time, seen, seen.counter)
         yield from self._check_loss(line.rank, seen)
-        yield from self._check_others(line.text, seen)
+        yield from self._check_others(seen)
 
     def _advance(self, time: float, seen: ProgressReading, counter: tuple[str, str]) -> None:
         earlier = self._counters.get(counter, [])[:_VALUES]
@@ -176,35 +139,18 @@ class TrainerProgress(Watcher):
         if seen.loss is None:
             return
         self.loss = seen.loss
-        bad = self._bad.setdefault(rank, [])
-        if math.isfinite(seen.loss):
-            bad.clear()
-            return
         step = seen.at or f"after {self.at}"
-        if not seen.at or step not in bad[-1:]:
-            bad.append(step)
-            yield from self._diverged(rank, bad, seen)
+        bad = self._rule.add(seen.loss, step, rank, once=bool(seen.at))
+        stops = self._rule.ends(bad)
+        if stops or (bad and not self.nan_steps and self._is_new("loss")):
+            yield self._diverged(rank, bad, seen, stops=stops)
 
-    def _diverged(self, rank: int | None, bad: list[str], seen: ProgressReading) -> Iterator[Notice]:
-        stops = 0 < self.nan_steps <= len(bad)
-        if not stops and (self.nan_steps or not self._is_new("loss")):
-            return
+    def _diverged(self, rank: int | None, bad: list[str], seen: ProgressReading, *, stops: bool) -> Notice:
         where = "" if rank is None else f" on rank {rank}"
-        yield Notice(
-            Problem(
-                "loss-not-finite",
-                "the loss is NaN or infinite",
-                found=f"{bad[0]}{where}: loss {seen.loss}"
-                + (f", gradient norm {seen.norm}" if seen.norm is not None else "")
-                + (f", {len(bad)} steps in a row" if len(bad) > 1 else ""),
-                remedy="lower the learning rate or warm up longer, look for damaged records, and resume from the "
-                "last checkpoint",
-                severity="error" if stops else "warning",
-            ),
-            stop=stops,
-        )
+        problem = not_finite(bad, seen.loss, seen.norm, where=where)
+        return Notice(problem if stops else replace(problem, severity="warning"), stop=stops)
 
-    def _check_others(self, text: str, seen: ProgressReading) -> Iterator[Notice]:
+    def _check_others(self, seen: ProgressReading) -> Iterator[Notice]:
         """Warn once about a gradient norm that stays NaN, and about an evaluation."""
         if seen.norm is not None:
             self._bad_norms = self._bad_norms + 1 if math.isnan(seen.norm) else 0
@@ -220,13 +166,13 @@ class TrainerProgress(Watcher):
                     severity="warning",
                 )
             )
-        evaluated = _OTHER_NAN.search(text)
-        if evaluated and self._is_new("evaluation"):
+        evaluated = seen.evaluation
+        if evaluated is not None and not math.isfinite(evaluated) and self._is_new("evaluation"):
             yield Notice(
                 Problem(
                     "evaluation-loss-not-finite",
-                    "the loss of an evaluation is NaN",
-                    found=f"{self.at}: {evaluated['name']}",
+                    "the loss of an evaluation is NaN or infinite",
+                    found=f"{seen.at or self.at}: loss {evaluated}",
                     remedy="look for evaluation records without a token to predict, and for weights that are NaN",
                     severity="warning",
                 )
