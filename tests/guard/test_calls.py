@@ -6,10 +6,12 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import reshard
 from reshard import guard
 from reshard.base.errors import ReshardError
 from tests.commandline import apart, follows_schema
@@ -68,7 +70,7 @@ def test_ranks_that_outlive_their_launcher_are_ended_with_the_run(tmp_path: Path
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     words = (sys.executable, "-c", launcher)
     shown = subprocess.run(
-        [sys.executable, "-m", "reshard", "guard", "--no-check", "--", *words],
+        [sys.executable, "-m", "reshard", "guard", "--no-check", "--nan-steps", "1", "--", *words],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -99,11 +101,13 @@ WRONG = {
         "python train.py --model_name_or_path ./model",
         "choose another folder",
     ),
-    "final-has-a-model": ("--final model", "python train.py", "move this one away"),
+    "final-has-a-model": ("--final model --overwrite", "python train.py", "move this one away"),
+    "final-not-empty": ("--final a-file", "python train.py", "pass --overwrite to replace it"),
+    "final-option-alone": ("--merge --overwrite", "python train.py", "--merge, --overwrite need --final"),
 }
 
 
-@pytest.mark.core("program-not-found", "final-has-a-model")
+@pytest.mark.core("program-not-found", "final-has-a-model", "final-not-empty", "final-option-alone")
 @pytest.mark.parametrize("code", WRONG)
 def test_wrong_options_leave_no_log(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -133,3 +137,24 @@ def test_a_script_without_a_first_line_is_the_shell_s(
     assert subprocess.run(["bash", "-c", "./launch a b"]).returncode == 3
     assert guard.run(["./launch", "a", "b"]).status == 3
     assert capfd.readouterr().out.count("there are 2\n") == 2
+
+
+def test_a_folder_that_reshard_wrote_before_is_replaced_only_if_it_is_asked_to(
+    hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `convert` does: it may be another model, whose run ended yesterday."""
+    monkeypatch.chdir(tmp_path)
+    reshard.convert(hf_model("qwen3"), "final", to="huggingface")
+    before = {each.name: each.stat().st_mtime_ns for each in Path("final").iterdir()}
+    with pytest.raises(ReshardError) as refused:
+        guard.run(["touch", "ran"], final="final")
+    assert [each.code for each in refused.value.problems] == ["final-not-empty"]
+    assert not Path("ran").exists()
+    report = guard.run(["false"], final="final", overwrite=True)
+    assert report.status == 1 and report.as_dict()["final"] is None
+    assert {each.name: each.stat().st_mtime_ns for each in Path("final").iterdir()} == before
+    Path("other.unchecked").mkdir()
+    Path("other.unchecked/mine.txt").touch()
+    with pytest.raises(ReshardError) as refused:
+        guard.run(["touch", "ran"], final="other")
+    assert [each.code for each in refused.value.problems] == ["final-draft-taken"]

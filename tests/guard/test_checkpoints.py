@@ -39,7 +39,7 @@ def test_the_checkpoint_of_every_framework_is_found(name: str) -> None:
 
 def test_weights_without_an_optimizer_are_not_continued_from() -> None:
     saved = saved_in(DATA / "nanotron/llama-tp2-pp2")
-    assert saved.last is None and saved.weights and saved.weights.lacks == ("the optimizer states",)
+    assert saved.resumable is None and saved.weights and saved.weights.lacks == ("the optimizer states",)
 
 
 def cut(file: Path) -> None:
@@ -99,18 +99,18 @@ def test_the_one_before_is_continued_from(tmp_path: Path) -> None:
             os.utime(file, (1000 * step, 1000 * step))
         os.utime(tmp_path / f"checkpoint/step-{step}", (1000 * step, 1000 * step))
     last, before = tmp_path / "checkpoint/step-2", tmp_path / "checkpoint/step-1"
-    found = saved_in(tmp_path).last
+    found = saved_in(tmp_path).resumable
     assert found and (found.path, found.step, found.when) == (last, 2, 2000.0)
     (last / ".metadata").unlink()
     saved = saved_in(tmp_path)
-    assert saved.last and saved.last.path == before and list(saved.incomplete) == [last]
+    assert saved.resumable and saved.resumable.path == before and list(saved.incomplete) == [last]
 
 
 def test_a_folder_of_data_is_looked_at_in_few_calls(tmp_path: Path) -> None:
     for number in range(3000):
         (tmp_path / f"data/{number}").mkdir(parents=True)
     shutil.copytree(DATA / "torchtitan/llama/checkpoint", tmp_path / "checkpoint")
-    found = saved_in(tmp_path).last
+    found = saved_in(tmp_path).resumable
     assert found and found.path.name == "step-1"
     assert calls(lambda: saved_in(tmp_path)) < 150 * 3000
 
@@ -121,9 +121,9 @@ def test_a_step_of_the_trainer_needs_its_state_in_any_format(tmp_path: Path) -> 
         shutil.copytree(DATA / "torchtitan/llama/checkpoint/step-1", tmp_path / f"checkpoint-10/{name}")
     (tmp_path / "checkpoint-10/scheduler.pt").write_bytes(b"\x80\x02.")
     saved = saved_in(tmp_path)
-    assert saved.last is None and saved.weights and saved.weights.lacks == ("trainer_state.json",)
+    assert saved.resumable is None and saved.weights and saved.weights.lacks == ("trainer_state.json",)
     (tmp_path / "checkpoint-10/trainer_state.json").write_text('{"global_step": 10}')
-    assert (found := saved_in(tmp_path).last) and found.step == 10
+    assert (found := saved_in(tmp_path).resumable) and found.step == 10
 
 
 def test_a_step_may_be_a_single_file(tmp_path: Path) -> None:
@@ -135,10 +135,30 @@ def test_a_step_may_be_a_single_file(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "step_10.pt")
     torch.save({"model": layer.state_dict()}, tmp_path / "step_20.pt")
     saved = saved_in(tmp_path)
-    assert saved.last and saved.last.path == tmp_path / "step_10.pt"
+    assert saved.resumable and saved.resumable.path == tmp_path / "step_10.pt"
     assert saved.weights and (saved.weights.step, saved.weights.lacks) == (20, ("the optimizer states",))
+    assert saved.last == saved.weights, "complete is what has its weights, as for --final"
     cut(tmp_path / "step_20.pt")
     assert saved_in(tmp_path).incomplete == {tmp_path / "step_20.pt": ["it is cut off"]}
+
+
+@pytest.mark.parametrize("own", ["opt", "tuple", "two", "module"])
+def test_a_step_in_a_file_of_the_scripts_own_is_found(own: str, tmp_path: Path) -> None:
+    """The script can read what reshard cannot; the optimizer is known by torch's keys."""
+    layer = torch.nn.Linear(4, 4)
+    weights, optimizer = layer.state_dict(), torch.optim.AdamW(layer.parameters()).state_dict()
+    torch.save(
+        {
+            "opt": {"model": weights, "opt": optimizer, "step": 9},
+            "tuple": (weights, optimizer),
+            "two": {"G": weights, "D": weights, "o": optimizer},
+            "module": layer,
+        }[own],
+        tmp_path / "step_9.pt",
+    )
+    saved = saved_in(tmp_path)
+    assert saved.last and (saved.last.path, saved.last.step) == (tmp_path / "step_9.pt", 9)
+    assert (saved.resumable is None) == (own == "module")
 
 
 @pytest.mark.core("1", "10")
@@ -155,7 +175,7 @@ def test_a_checkpoint_with_nan_is_not_continued_from(first: int, tmp_path: Path)
         torch.save({"model": layer.state_dict(), "optimizer": optimizer.state_dict()}, file)
         os.utime(file, (1000 * step, 1000 * step))
     saved = saved_in(tmp_path)
-    assert (saved.last.step if saved.last else None) == (first - 1 or None)
+    assert (saved.resumable.step if saved.resumable else None) == (first - 1 or None)
     assert saved.weights and saved.weights.step == 9, "--final does not take an older one instead"
     if first < 10:
         assert saved.weights.lacks[0].startswith("finite weights: ")
@@ -177,12 +197,12 @@ def test_a_large_checkpoint_is_read_in_part(tmp_path: Path) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
     with reading_at_most(300 << 20):
-        assert saved_in(tmp_path).last
+        assert saved_in(tmp_path).resumable
     with (step / "model.safetensors").open("r+b") as file:
         file.seek(8 + len(header) + size // 2)
         file.write(b"\xc0\x7f")
     saved = saved_in(tmp_path)
-    assert saved.last is None and saved.weights
+    assert saved.resumable is None and saved.weights
     assert saved.weights.lacks == ("finite weights: b is NaN or infinite",)
 
 
@@ -193,5 +213,5 @@ def test_the_folder_above_the_steps_is_no_step_though_a_model_was_saved_there(tm
         (tmp_path / "checkpoint-10" / name).write_text("{}")
     os.utime(tmp_path / "model.safetensors", (time.time() + 60,) * 2)
     saved = saved_in(tmp_path)
-    assert saved.last and saved.last.path == tmp_path / "checkpoint-10"
+    assert saved.resumable and saved.resumable.path == tmp_path / "checkpoint-10"
     assert saved.weights and saved.weights.path == tmp_path

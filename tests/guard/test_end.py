@@ -155,6 +155,9 @@ def test_a_run_that_the_guard_ended_has_status_1(folder: Path, killed: CommandOu
     text = printed(report)
     assert report.status == 1 and "the guard ended the run" in text and "the loss is NaN" in text
     assert report.final is None and not (folder / "final").exists()
+    assert f"--final: {folder / 'final'} was not made, because the run did not end well" in text
+    report = ended(ran(folder), killed, GuardOptions(final=folder / "model", overwrite=True))
+    assert f"--final: {folder / 'model'} is as it was before the run" in printed(report)
 
 
 def test_a_signal_is_no_failure(folder: Path, killed: CommandOutcome) -> None:
@@ -169,10 +172,10 @@ def test_an_unknown_folder_is_looked_for_below_the_working_folder(
     folder: Path, killed: CommandOutcome
 ) -> None:
     found = ended(ran(folder, output=None), killed, GuardOptions()).saved
-    assert found and found.last and found.last.path == folder / "out/checkpoint-2"
+    assert found and found.resumable and found.resumable.path == folder / "out/checkpoint-2"
     later = replace(killed, began=time.time() + 60)
     report = ended(ran(folder, output=None), later, GuardOptions())
-    assert report.saved and report.saved.last is None
+    assert report.saved and report.saved.resumable is None
     assert f"no complete checkpoint was found in {folder}" in printed(report)
     assert "is from before this start" in printed(ended(ran(folder), later, GuardOptions()))
 
@@ -189,7 +192,7 @@ def test_many_tensors_of_a_failed_check_are_listed_together(tmp_path: Path) -> N
 def test_a_good_run_without_a_checkpoint_does_not_pass_for_final(tmp_path: Path) -> None:
     (tmp_path / "output.log").touch()
     report = ended(ran(tmp_path), CommandOutcome(), GuardOptions(final=tmp_path / "final"))
-    assert report.status == 1 and "no checkpoint with complete weights was found" in printed(report)
+    assert report.status == 1 and "no complete checkpoint was found" in printed(report)
     assert "kept as" not in printed(report), "no folder was made"
 
 

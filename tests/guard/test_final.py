@@ -100,8 +100,24 @@ def test_without_transformers_the_checks_say_what_they_left_out(
     monkeypatch.setattr(acceptance, "find_spec", lambda name: None)
     finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", FinalRequest(base=model))
     told = {check.name: check.found for check in finished.checks}
-    assert finished.whole and "transformers, which is not installed, was not asked" in told["loads strictly"]
+    assert finished.whole
+    assert told["loads strictly"].startswith("not checked: transformers is not installed beside reshard")
     assert told["tokenizer"] == "not checked: transformers is not installed beside reshard"
+    marks = {check.name: check.mark for check in finished.checks}
+    assert [name for name, mark in marks.items() if mark == "○"] == [
+        *("loads strictly", "tokenizer", "chat template", "generation config")
+    ]
+    assert {check.as_dict()["checked"] for check in finished.checks if check.mark == "✓"} == {True}
+
+
+def test_what_is_compared_with_the_base_is_not_ticked_without_it(hf_model: Models, tmp_path: Path) -> None:
+    """The base that the adapter names is gone, as on another machine."""
+    model = Path(shutil.copytree(hf_model("qwen3"), tmp_path / "model"))
+    found = found_in(adapted(model, tmp_path / "out"))
+    shutil.rmtree(model)
+    marks = {each.name: (each.mark, each.found) for each in final_of(found, tmp_path / "final").checks}
+    for name in ("adapter fits its base", "adapter config"):
+        assert marks[name][0] == "○" and "the base model is not known" in marks[name][1]
 
 
 def test_what_users_added_stays(hf_model: Models, tmp_path: Path) -> None:

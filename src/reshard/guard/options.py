@@ -41,6 +41,9 @@ class GuardOptions:
     base: Annotated[
         Path | None, About("With --final, the base model, if the checkpoint does not name it.", "DIR")
     ] = None
+    overwrite: Annotated[
+        bool, About("With --final, replace a model that reshard wrote there before. Your own files stay.")
+    ] = False
     requeue: Annotated[
         int, About("In a Slurm job, requeue it up to N times, and continue from the last checkpoint.", "N")
     ] = 0

@@ -22,11 +22,29 @@ def of_options(options: GuardOptions, command: TrainingCommand) -> Iterator[Prob
         if isinstance(place, Path):
             yield from unwritable(place, option, is_folder=True)
     if options.final:
-        yield from _taken(options.final, command)
+        yield from _taken(options.final, command, overwrite=options.overwrite)
+    else:
+        yield from _needs_final(options)
 
 
-def _taken(final: Path, command: TrainingCommand) -> Iterator[Problem]:
-    """A problem if the folder of `--final` is used by the command, or contains another model."""
+def _needs_final(options: GuardOptions) -> Iterator[Problem]:
+    """A problem if there are options that only `--final` reads."""
+    given = {"--merge": options.merge, "--base": options.base, "--overwrite": options.overwrite}
+    if names := [name for name, value in given.items() if value]:
+        yield Problem(
+            "final-option-alone",
+            f"{listed(names)} needs --final" if len(names) == 1 else f"{listed(names)} need --final",
+            rule="these options say how --final makes its folder",
+            remedy=f"add --final DIR, or leave out {listed(names)}",
+            values={"names": listed(names)},
+        )
+
+
+def _taken(final: Path, command: TrainingCommand, *, overwrite: bool) -> Iterator[Problem]:
+    """A problem if the folder of `--final` is used by the command, or is not empty, as `convert` sees it."""
+    from reshard.guard.end.publish import UNCHECKED_SUFFIX  # imports numpy, which a good run does not need
+
+    draft = final.with_name(final.name + UNCHECKED_SUFFIX)
     used = [command.folder / name for name in (".", command.output or ".", *models_of(command))]
     if any(each.resolve().is_relative_to(final.resolve()) for each in used):
         yield Problem(
@@ -44,6 +62,27 @@ def _taken(final: Path, command: TrainingCommand) -> Iterator[Problem]:
             rule="--final replaces a model that is in its folder",
             remedy="choose another folder, or move this one away first",
         )
+    elif not overwrite and (final.is_file() or _entries(final)):
+        yield Problem(
+            "final-not-empty",
+            "the folder of --final is not empty",
+            file=str(final),
+            found=listed(_entries(final), 5) or "a file",
+            rule="what it contains may be another model",
+            remedy="choose another folder: --final DIR, or pass --overwrite to replace it",
+        )
+    if draft.is_dir() and _entries(draft) and not _is_of_reshard(draft):
+        yield Problem(
+            "final-draft-taken",
+            "the folder in which --final is checked contains files that reshard did not write",
+            file=str(draft),
+            rule="reshard replaces it before it makes the folder of --final",
+            remedy="choose another folder: --final DIR, or move this one away first",
+        )
+
+
+def _entries(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
 
 
 def _has_model(folder: Path) -> bool:

@@ -1,6 +1,6 @@
 """Checks that the final folder of a run has to pass, though reshard itself wrote it.
 
-Without transformers, what only it can tell is not checked, and the checks say so.
+What cannot be checked, such as what only transformers can tell where it is not installed, is listed with the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard import adapters
 from reshard.adapters.adapter import LowRankPair
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, listed
 from reshard.families.config_map import portable_config
 from reshard.families.outer_model import language_config
 from reshard.folders.companions import CONFIG, find_companions, read_object
@@ -36,6 +36,15 @@ class Origin:
     trust_remote_code: bool = False
 
 
+RIGHT_MARK, WRONG_MARK, NOT_CHECKED_MARK = "✓", "✗", "○"
+NO_TRANSFORMERS = "transformers is not installed beside reshard"
+NO_BASE = "the base model is not known"
+
+
+class NotChecked(Exception):  # noqa: N818 - it is no error
+    """Why something cannot be checked."""
+
+
 @dataclass(frozen=True)
 class CheckResult:
     """The result of one check: what was found, and its problems."""
@@ -43,6 +52,15 @@ class CheckResult:
     name: str
     found: str
     problems: tuple[Problem, ...] = ()
+    checked: bool = True
+    """False if it could not be checked; `found` is then the reason."""
+
+    @property
+    def mark(self) -> str:
+        """How a screen shows the result."""
+        if not self.checked:
+            return NOT_CHECKED_MARK
+        return RIGHT_MARK if self.right else WRONG_MARK
 
     @property
     def right(self) -> bool:
@@ -54,15 +72,18 @@ class CheckResult:
         return {
             "name": self.name,
             "found": self.found,
+            "checked": self.checked,
             "right": self.right,
             "problems": [problem.as_dict() for problem in self.problems],
         }
 
 
 def checked(name: str, look: Callable[[], str]) -> CheckResult:
-    """The result of `look`, which returns what it found, or raises ReshardError or OSError."""
+    """The result of `look`, which returns what it found, or raises NotChecked, ReshardError or OSError."""
     try:
         return CheckResult(name, look())
+    except NotChecked as reason:
+        return CheckResult(name, f"not checked: {reason}", checked=False)
     except ReshardError as error:
         return CheckResult(name, error.problems[0].message, tuple(error.problems))
     except OSError as error:
@@ -82,6 +103,8 @@ def of_model(folder: Path, origin: Origin, *, of: str = "") -> Iterator[CheckRes
     yield checked(f"{of}config", lambda: _config(folder))
     yield checked(f"{of}tied head", lambda: _head(folder))
     yield from _texts(folder, origin, of)
+    if origin.base is None:
+        yield CheckResult(f"{of}compared with the base", f"not checked: {NO_BASE}", checked=False)
     yield _asked(f"{of}generation config", lambda: _generation(folder))
 
 
@@ -100,7 +123,7 @@ def _texts(folder: Path, origin: Origin, of: str) -> Iterator[CheckResult]:
 def _asked(name: str, look: Callable[[], str]) -> CheckResult:
     """A check by transformers, if it is installed."""
     if find_spec("transformers") is None:
-        return CheckResult(name, "not checked: transformers is not installed beside reshard")
+        return CheckResult(name, f"not checked: {NO_TRANSFORMERS}", checked=False)
     return checked(name, look)
 
 
@@ -112,9 +135,11 @@ def _loads(folder: Path, origin: Origin) -> str:
     checkpoint = open_checkpoint(folder)
     count = len(resolve_if_declared(describe(checkpoint)).checkpoint.tensors)
     if find_spec("transformers") is None:
-        return f"{count} tensors; transformers, which is not installed, was not asked"
+        raise NotChecked(f"{NO_TRANSFORMERS}; reshard opens it, with {count} tensors")
     if origin.trust_remote_code and "auto_map" in read_object(folder / CONFIG, Sources()):
-        return f"{count} tensors; transformers was not asked, because the code of the model is its own"
+        raise NotChecked(
+            f"the code of the model is its own, and not run; reshard opens it, with {count} tensors"
+        )
     from importlib.metadata import version
 
     from reshard.oracle.transformers import assert_loads
@@ -158,6 +183,8 @@ def _main_dtype(checkpoint: Checkpoint) -> str:
 
 def _head(folder: Path) -> str:
     tensors = open_checkpoint(folder).tensors
+    if HEAD not in tensors and EMBEDDING not in tensors:
+        raise NotChecked(f"no tensor is called {HEAD} or {EMBEDDING}")
     if not read_object(folder / CONFIG, Sources()).get("tie_word_embeddings"):
         return "not tied"
     if HEAD in tensors and EMBEDDING in tensors:
@@ -267,7 +294,9 @@ def _template(folder: Path, origin: Origin) -> str:
             remedy="copy chat_template.jinja into the checkpoint, and convert it again",
         )
     if not ours:
-        return "none, as in the base" if origin.base else "none"
+        if origin.base is None:
+            raise NotChecked("there is none")
+        return "none, as in the base"
     return "as in the base" if ours == theirs else "of its own"
 
 
@@ -276,7 +305,7 @@ def _generation(folder: Path) -> str:
     from transformers import GenerationConfig
 
     if not (folder / "generation_config.json").is_file():
-        return "none: transformers makes it from the config"
+        raise NotChecked("there is none: transformers makes it from the config")
     try:
         config = GenerationConfig.from_pretrained(folder)
     except Exception as error:
@@ -306,7 +335,12 @@ def _generation(folder: Path) -> str:
 def _fits(folder: Path, origin: Origin) -> str:
     """Check that every lora_A and lora_B is complete and has the shape that its linear layer needs."""
     adapter = adapters.find(open_checkpoint(folder))
-    base = open_checkpoint(origin.base).tensors if origin.base else {}
+    ranks = ", ".join(map(str, adapter.ranks))
+    layers = f"{len(adapter.pairs)} layers, rank {ranks}"
+    if origin.base is None:
+        raise NotChecked(f"{NO_BASE}; the adapter has {layers}")
+    base = open_checkpoint(origin.base).tensors
+    unknown = [module for module in adapter.pairs if f"{module}.weight" not in base]
     problems = [
         problem
         for module, pair in adapter.pairs.items()
@@ -315,8 +349,11 @@ def _fits(folder: Path, origin: Origin) -> str:
     ]
     if problems:
         raise ReshardError(problems)
-    ranks = ", ".join(map(str, adapter.ranks))
-    return f"{len(adapter.pairs)} layers, rank {ranks}, each whole"
+    if unknown:
+        raise NotChecked(
+            f"the base has no weights of these names: {listed(unknown, 3)}; the adapter has {layers}"
+        )
+    return f"{layers}, each whole"
 
 
 def _misshapen(module: str, pair: LowRankPair, shape: tuple[int, ...], folder: Path) -> Iterator[Problem]:
@@ -338,7 +375,9 @@ def _misshapen(module: str, pair: LowRankPair, shape: tuple[int, ...], folder: P
 
 def _adapter_config(folder: Path, origin: Origin) -> str:
     base = read_object(folder / ADAPTER_CONFIG, Sources()).get("base_model_name_or_path")
-    if origin.base and base != name_of(origin.base):
+    if origin.base is None:
+        raise NotChecked(f"{NO_BASE}; the adapter names {base}")
+    if base != name_of(origin.base):
         raise ReshardError(
             "final-adapter-base-differs",
             "the adapter names another base",

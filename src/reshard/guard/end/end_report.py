@@ -35,11 +35,15 @@ PHRASES = {
         "interrupted": "the command was ended by {}",
         "last": "the last complete checkpoint: {}",
         "older": "the last complete checkpoint is from before this start: {}",
+        "resumable": "the last one that a run can continue from: {}",
+        "not resumable": "a run cannot continue from it: it lacks {}",
         "none": "no complete checkpoint was found in {}",
         "incomplete": "not used: {} ({})",
         "resume": "continue from it: {}",
         "advice": "to continue: {}",
         "final": "the checked folder: {}",
+        "not made": "--final: {} was not made, because the run did not end well",
+        "unchanged": "--final: {} is as it was before the run, which did not end well",
         "unchecked": "the folder did not pass its checks, and is kept as {}",
     },
     "zh": {
@@ -50,11 +54,15 @@ PHRASES = {
         "interrupted": "命令被 {} 结束",
         "last": "最近的完整检查点：{}",
         "older": "最近的完整检查点早于这次启动：{}",
+        "resumable": "最近一个可以续训的检查点：{}",
+        "not resumable": "不能从它续训：缺少 {}",
         "none": "在 {} 中没有找到完整的检查点",
         "incomplete": "未采用：{}（{}）",
         "resume": "从它继续：{}",
         "advice": "要继续：{}",
         "final": "已检查的目录：{}",
+        "not made": "--final：运行没有正常结束，未生成 {}",
+        "unchanged": "--final：运行没有正常结束，{} 保持原样",
         "unchecked": "目录没有通过检查，保留为 {}",
     },
 }
@@ -97,6 +105,8 @@ class EndReport:
     saved: SavedCheckpoints | None = None
     resume: Resume | None = None
     final: FinishedRun | None = None
+    place: Path | None = None
+    """The folder of `--final`."""
     requeued: str | Problem = ""
     elsewhere: Mapping[str, Any] | None = None
     """What the guard of another node says, if the run failed first there."""
@@ -118,6 +128,7 @@ class EndReport:
             "failure": self.failure.as_dict(language) if self.failure else None,
             "checkpoint": str(found.path) if found else None,
             "step": found.step if found else None,
+            "resumable": str(self.saved.resumable.path) if self.saved and self.saved.resumable else None,
             "incomplete": self._incomplete(),
             "resume": list(self.resume.words) if self.resume and self.resume.words else None,
             "advice": self.resume.advice if self.resume else "",
@@ -141,7 +152,7 @@ class EndReport:
         """What later checkpoints lack."""
         if self.saved is None:
             return {}
-        steps = [each for each in self.saved.found if each.lacks and each.step is not None]
+        steps = [each for each in self.saved.found if each.diverged and each.step is not None]
         found = {str(each.path): [f"lacks {name}" for name in each.lacks] for each in steps}
         return {**{str(path): lost for path, lost in self.saved.incomplete.items()}, **found}
 
@@ -175,6 +186,8 @@ class EndReport:
             yield from map(shown, self._of_checkpoints(words))
         if self.final:
             yield from map(shown, self._of_final(words))
+        elif self.place:
+            yield shown(words["unchanged" if self.place.exists() else "not made"].format(self.place))
         yield from str(self.requeued).splitlines()
 
     def _of_checkpoints(self, words: dict[str, str]) -> Iterable[str]:
@@ -187,6 +200,10 @@ class EndReport:
             yield words["none"].format(self.where)
             return
         yield words["last" if found.when >= self.outcome.began else "older"].format(found.path)
+        if found.lacks:
+            yield words["not resumable"].format(", ".join(found.lacks))
+            if self.saved and self.saved.resumable:
+                yield words["resumable"].format(self.saved.resumable.path)
         if self.resume:
             told = shlex.join(self.resume.words) if self.resume.words else self.resume.advice
             yield words["resume" if self.resume.words else "advice"].format(told)
@@ -194,7 +211,7 @@ class EndReport:
     def _of_final(self, words: dict[str, str]) -> Iterable[str]:
         assert self.final
         for check in self.final.checks:
-            yield f"{'✓' if check.right else '✗'} {check.name}: {check.found}"
+            yield f"{check.mark} {check.name}: {check.found}"
             for _, alike in groupby(check.problems, lambda problem: problem.code):
                 yield from _together(list(alike))
         if self.final.final.is_dir():
@@ -239,9 +256,10 @@ class _End:
             self.ran.log,
             self.where,
             failure,
-            saved if resume or self.outcome.status else None,
+            saved if self.outcome.stopped or self.outcome.status else None,
             resume,
             self._final(saved),
+            self.options.final,
             self._requeued(failure, saved, resume),
         )
 
@@ -281,7 +299,7 @@ class _End:
     def _resume(self, saved: SavedCheckpoints) -> Resume | None:
         from reshard.guard.end.resume import resume_of
 
-        return resume_of(self.ran.started, saved.last) if saved.last else None
+        return resume_of(self.ran.started, saved.resumable) if saved.resumable else None
 
     def _final(self, saved: SavedCheckpoints) -> FinishedRun | None:
         """The folder of `--final`, of a run that was not broken off."""
@@ -304,7 +322,7 @@ class _End:
         from reshard.guard.end.requeue import is_cured, requeue
 
         known = self.ran.output is not None and resume is not None and resume.words is not None
-        goes_on = saved.last is None or known
+        goes_on = saved.resumable is None or known
         ended = self.outcome.status or self.outcome.stopped
         if not (self.options.requeue and ended and goes_on and is_cured(self.outcome.signal, failure)):
             return ""
@@ -330,5 +348,5 @@ def continuing(ran: EndedCommand, options: GuardOptions) -> tuple[str, ...] | No
     from reshard.guard.end.resume import resume_of
     from reshard.guard.end.saved_checkpoints import saved_in
 
-    found = saved_in(ran.output).last
+    found = saved_in(ran.output).resumable
     return resume_of(ran.started, found).words if found else None

@@ -95,7 +95,7 @@ def missing(place: Path, where: Path) -> FinishedRun:
     """The failed check of a run that left no checkpoint with complete weights."""
     problem = Problem(
         "final-checkpoint-missing",
-        "no checkpoint with complete weights was found",
+        "no complete checkpoint was found",
         file=str(where),
         remedy="pass the folder of its checkpoints: --output DIR",
     )

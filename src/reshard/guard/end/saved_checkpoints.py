@@ -26,6 +26,8 @@ MAX_FILES = 2000
 """Folders and files that are looked at, of an output folder or of one checkpoint."""
 MAX_OPENED = 6
 """Checkpoints that are opened, besides those between which the last one before a NaN is looked for."""
+OWN_FORMAT = "torch.save"
+"""The format of a file that only the script which saved it can read."""
 FINITE_WEIGHTS = "finite weights"
 TRAINER_STATE = "trainer_state.json"
 """What the Hugging Face Trainer writes after weights and optimizer (transformers.trainer)."""
@@ -49,7 +51,7 @@ TRACKER_FILES = {
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint with complete weights. `lacks` is what resuming would need besides; `when` is in Unix seconds."""
+    """A checkpoint whose files are complete. `lacks` is what else it would need; `when` is in Unix seconds."""
 
     path: Path
     step: int | None
@@ -58,8 +60,8 @@ class FoundCheckpoint:
     lacks: tuple[str, ...] = ()
 
     @property
-    def complete(self) -> bool:
-        """Whether a run can continue from it."""
+    def resumable(self) -> bool:
+        """Whether a run can continue from it: it is complete, and has optimizer and trainer states."""
         return not self.lacks
 
     @property
@@ -77,12 +79,17 @@ class SavedCheckpoints:
 
     @property
     def last(self) -> FoundCheckpoint | None:
-        """The last one from which the run can continue."""
-        return next((each for each in self.found if each.complete), None)
+        """The last complete one: all files are there, and the weights are finite."""
+        return next((each for each in self.found if not each.diverged), None)
+
+    @property
+    def resumable(self) -> FoundCheckpoint | None:
+        """The last complete one from which the run can continue."""
+        return next((each for each in self.found if each.resumable), None)
 
     @property
     def weights(self) -> FoundCheckpoint | None:
-        """The last one with complete weights."""
+        """The last one whose files are complete, though its weights may be NaN."""
         return self.found[0] if self.found else None
 
 
@@ -90,7 +97,7 @@ def saved_in(folder: Path, since: float = 0.0) -> SavedCheckpoints:
     """The checkpoints in `folder` that have changed since a time in Unix seconds, until a complete one is found."""
     saved, places = SavedCheckpoints(), sorted(_candidates(folder, since), reverse=True)
     for _ in range(MAX_OPENED):
-        if not places or saved.last:
+        if not places or saved.resumable:
             break
         (when, place), *places = places
         found = _found(when, place, folder)
@@ -123,6 +130,8 @@ def _found(when: float, place: Path, top: Path) -> FoundCheckpoint | list[str]:
             return []
         lacks = tuple(_missing(place, checkpoint)) or tuple(_nonfinite(checkpoint))
     except (ReshardError, OSError) as error:
+        if zipfile.is_zipfile(place):  # the script that saved it knows what is in it
+            return FoundCheckpoint(place, step_of(place), OWN_FORMAT, when, tuple(_without_optimizer(place)))
         return [_said(error)] if _is_step(place) else []
     return FoundCheckpoint(place, step_of(place), checkpoint.format, when, lacks)
 
@@ -258,21 +267,26 @@ _TRAINER = re.compile(r"scheduler\.pt$|rng_state\S*\.pth$|training_args\.bin$")
 def _missing(folder: Path, checkpoint: Checkpoint) -> Iterator[str]:
     """What resuming needs besides weights."""
     named = [each.name for each in _inside(folder)]
-    stored = checkpoint.states or checkpoint.dropped.get("optimizer states") or _has_optimizer(folder)
+    stored = checkpoint.states or checkpoint.dropped.get("optimizer states")
     if not stored and not any(map(_OPTIMIZER.search, named)):
-        yield "the optimizer states"
+        yield from _without_optimizer(folder)
     of_trainer = checkpoint.format in (huggingface.NAME, peft.NAME) or any(map(_TRAINER.match, named))
     if re.fullmatch(r"checkpoint-\d+", folder.name) and of_trainer:
         yield from _trainer_state(folder / TRAINER_STATE)
 
 
-def _has_optimizer(file: Path) -> bool:
-    """Whether one file of torch.save has an optimizer beside the weights, by the keys in its pickle."""
-    if not file.is_file() or not zipfile.is_zipfile(file):
-        return False
-    with zipfile.ZipFile(file) as archive:
-        pickled = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        return any(b"optim" in archive.read(name) for name in pickled)
+def _without_optimizer(file: Path) -> Iterator[str]:
+    """What a checkpoint lacks unless it is a file of torch.save with the state of an optimizer, by keys in its pickle.
+
+    That of torch.optim has "param_groups", whatever a script calls it.
+    """
+    pickled = b""
+    if file.is_file() and zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            pickled = b"".join(map(archive.read, names))
+    if b"optim" not in pickled and b"param_groups" not in pickled:
+        yield "the optimizer states"
 
 
 def _trainer_state(file: Path) -> Iterator[str]:
