@@ -76,6 +76,47 @@ def test_a_rank_that_ended_without_a_word_is_not_its_neighbour() -> None:
     assert failure.shown[-1] == "ended with exit status 3, without a traceback"
 
 
+@pytest.mark.parametrize("name", [*(f"guard/{each}-exit.log" for each in LAUNCHERS[::2]), "train/exit.log"])
+def test_the_rank_that_failed_first_is_not_said_to_have_lost_another(name: str) -> None:
+    failure = told(name)
+    assert failure.did == "failed first"
+    assert failure.findings and failure.findings[0].code == "rank-ended-silently"
+
+
+def test_a_killed_rank_was_killed_whatever_the_others_report() -> None:
+    content = (DATA / "guard/torchrun-kill.log").read_text()
+    lost = "[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:1680\n"
+    failure = failure_in("log", f"[rank0]: Traceback (most recent call last):\n{lost}{content}")
+    assert (failure.who, failure.findings[0].code) == ("rank 1", "killed-by-signal")
+
+
+def test_a_rank_that_only_lost_others_did_not_fail_first() -> None:
+    """All others are on another node."""
+    log = (
+        "[rank0]: Traceback (most recent call last):\n"
+        '[rank0]:   File "/home/user/train.py", line 2, in <module>\n'
+        "[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1680\n"
+    )
+    failure = failure_in("log", log, RunEvidence(ranks=16))
+    assert (failure.who, failure.did) == ("rank 0", "lost its connection to another rank")
+
+
+def test_without_ranks_there_is_no_other_rank() -> None:
+    """As urllib and requests print a server that closed the connection."""
+    for said in (
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        "requests.exceptions.ConnectionError: ('Connection aborted.', ConnectionResetError(104, 'Connection reset by "
+        "peer'))",
+        "OSError: curl: (56) Recv failure: Connection reset by peer",
+    ):
+        log = (
+            f'Traceback (most recent call last):\n  File "/home/user/train.py", line 2, in <module>\n{said}\n'
+        )
+        failure = failure_in("log", log, RunEvidence(ranks=1))
+        assert (failure.who, failure.did) == ("the command", "failed")
+        assert "peer-died" not in {each.code for each in failure.findings}, said
+
+
 def test_a_script_is_seen_with_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rewards.py").write_text(
         "import torch.distributed as dist\n"

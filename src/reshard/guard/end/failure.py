@@ -143,12 +143,16 @@ def failure_in(name: str, content: str, seen: RunEvidence = RunEvidence()) -> Fa
     if number:  # no launcher reports it
         log = read_log(name, f"{content}\n{SIGNAL_LINE.format(number, signal_name(number).split(':')[0])}")
     diagnosed = [each for each in _diagnosed(log, content, root, seen) if not _is_false_nan(each, log, root)]
-    findings = _weighed(_explained(diagnosed, seen), root, seen)[:1]
+    weighed = _weighed(_explained(diagnosed, seen), root, seen)
     if root is None or is_consequence(root):
         if silent := _silent(content, log):
-            return Failure(f"rank {silent[0]}", tuple(_last_words(log, *silent)), findings)
+            return Failure(
+                f"rank {silent[0]}", tuple(_last_words(log, *silent)), _of_silent(*silent, weighed, seen)
+            )
         if rank := _missing(content, log, seen):
+            findings = _of_silent(rank, None, weighed, seen)
             return Failure(f"rank {rank}", tuple(_last_words(log, rank, None)), findings, follows=True)
+    findings = weighed[:1]
     if root is None or root.exception == EXIT_STATUS:
         shown = [*_last(log.lines)[:-1], f"killed by {signal_name(number)}"] if number else _last(log.lines)
         return _of_rank("", shown, findings, seen, follows=root is None and not number)
@@ -161,11 +165,15 @@ def _of_rank(
     """The failure of a rank, if its number is known, or else of some rank; or of the only process."""
     if not who and seen.ranks == 1:
         return Failure("the command", tuple(shown), findings, "failed")
-    return Failure(who or SOME_RANK, tuple(shown), findings, follows=follows)
+    did = LOST_ANOTHER if any(each.code == PEER_CODE for each in findings) else Failure.did
+    return Failure(who or SOME_RANK, tuple(shown), findings, did, follows)
 
 
 SIGNAL_LINE = "Signal {} ({}) received by PID of the command"
 """torchrun's own words (torch.distributed.elastic.multiprocessing.errors), for what a shell's exit status tells."""
+PEER_CODE, LOST_ANOTHER = "peer-died", "lost its connection to another rank"
+AFTERMATH_CODES = (PEER_CODE, "hang", UNKNOWN_FAILURE)
+"""Beginnings of codes of what the other ranks report, that wait for one that is gone."""
 KILLED_CODES = "killed-"
 """Codes of findings in an exit status."""
 NAN_CODE = "loss-nan"
@@ -184,6 +192,32 @@ def _diagnosed(log: Log, content: str, root: Traceback | None, seen: RunEvidence
     if seen.oom_kills and findings[0].code == "killed-by-signal":
         return diagnose_text("the kernel", OOM_LINE.format(seen.oom_kills), RunTools(set(seen.tools)))
     return findings
+
+
+def _of_silent(
+    rank: str, code: int | None, findings: tuple[Finding, ...], seen: RunEvidence
+) -> tuple[Finding, ...]:
+    """Why a rank ended without a traceback. That other ranks lost it, or waited for it, is no reason."""
+    own = tuple(each for each in findings if not each.code.startswith(AFTERMATH_CODES))
+    if own or code is None or code >= 0:
+        return own[:1] or (of_recorded(_ended_silently(rank, code), Path()),)
+    words = SIGNAL_LINE.format(-code, signal_name(-code).split(":")[0])
+    if seen.oom_kills:
+        words = OOM_LINE.format(seen.oom_kills)
+    return tuple(diagnose_text("the launcher", words, RunTools(set(seen.tools)))[:1])
+
+
+def _ended_silently(rank: str, code: int | None) -> Problem:
+    status = "" if code is None else f", with exit status {code}"
+    return Problem(
+        "rank-ended-silently",
+        "a rank ended without a traceback",
+        found=f"rank {rank}{status}",
+        rule="sys.exit, os._exit, an abort in C++ or a launcher's limit ends a process like this",
+        remedy=f"look for an exit in the script that only rank {rank} reaches, and run it again with "
+        "PYTHONFAULTHANDLER=1, which shows where a crash in C++ happened",
+        values={"rank": rank},
+    )
 
 
 def _is_false_nan(finding: Finding, log: Log, root: Traceback | None) -> bool:
