@@ -31,6 +31,7 @@ from reshard.diagnosis.text.partial_failures import EXIT_STATUS, is_consequence
 from reshard.guard.end.log_parts import read_parts
 from reshard.guard.supervise.output_relay import without_times
 from reshard.guard.supervise.signal_passing import signal_name
+from reshard.guard.watch.stall import QUIET
 from reshard.guard.watch.trainer_progress import TrainerProgress
 from reshard.guard.watch.watcher import Notice, OutputLine
 
@@ -249,7 +250,7 @@ def _standing(notices: Iterable[Notice]) -> list[Notice]:
     for notice in notices:
         if notice.problem.code == OVER:
             standing = [each for each in standing if each.problem.code not in WAITING]
-        elif not notice.problem.code.endswith("-not-finite"):
+        elif notice.problem.code != QUIET and not notice.problem.code.endswith("-not-finite"):
             standing.append(notice)
     return standing
 

@@ -28,7 +28,7 @@ _COLLECTIVES = re.compile(
 """Files whose functions block until other ranks have called the same: collectives, stores, the start of a group."""
 _BACKWARD = "_engine_run_backward"
 """The function of torch that runs a backward pass in C++. DDP reduces its gradients inside of it."""
-_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<")
+_LIBRARY = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/|^<")
 _SERVICE = re.compile(
     r"/(?:socket|ssl|http/client)\.py$|/(?:urllib3|requests|httpx|httpcore|aiohttp|grpc|ray|filelock)/"
 )
@@ -101,6 +101,16 @@ class Stack:
         """The innermost call in code of the user's own, else of any library."""
         own = [frame for frame in self.frames if not _LIBRARY.search(frame.file)] or self.frames
         return f"{own[0].file}:{own[0].line} {own[0].function}" if own else self.kernel
+
+    @property
+    def inside(self) -> str:
+        """The innermost call, if that is in a library which the user's code called: it shows what is waited for."""
+        called = [frame for frame in self.frames if not frame.file.startswith("<")]
+        is_library = [_LIBRARY.search(frame.file) is not None for frame in called]
+        if not called or not is_library[0] or all(is_library):
+            return ""
+        file = _LIBRARY.sub("", called[0].file)
+        return f"{called[0].function} ({file}:{called[0].line})"
 
 
 def read_stack(process: Process, folder: Path | None) -> Stack:

@@ -26,6 +26,8 @@ _BUSY = 0.05
 """Share of a processor above which a process is not idle: watchdogs, loggers and launchers that poll stay below."""
 _MOVING = 16_384
 """Bytes in a second above which a process is not idle."""
+QUIET = "run-is-quiet"
+"""The code of a report that a single process waits, which is no failure."""
 _AT_ONCE = 8
 """Stacks that are read at the same time."""
 _LONGER = 3
@@ -127,6 +129,8 @@ class StallWatcher(Watcher):
     _looked: float = 0.0
     _reported: float | None = None
     """The last sign of life before the report."""
+    _is_quiet: bool = False
+    """Whether the report only said that the run is quiet."""
 
     def __post_init__(self) -> None:
         self._activity = Activity(self.limits.window)
@@ -143,11 +147,12 @@ class StallWatcher(Watcher):
         alive = max(self._start, self.progress.alive, 0 if self.progress.started else self.progress.spoke)
         if self._reported is not None and alive > self._reported and not self._stopped:
             yield _goes_on(now - self._reported)
-            self._reported = None
-        if self._reported is None and ranks:
+            self._reported, self._is_quiet = None, False
+        if (self._reported is None or self._is_quiet) and ranks:
             notice = self._judge(now, now - alive, ranks, processes)
-            self._reported = alive if notice else None
-            yield from [notice] if notice else []
+            if notice:
+                self._reported, self._is_quiet = alive, notice.problem.code == QUIET
+                yield notice
 
     def _judge(self, now: float, silent: float, ranks: Processes, processes: Processes) -> Notice | None:
         stopped = [rank for rank, since in self._stopped.items() if now - since >= self.limits.window]
@@ -161,9 +166,16 @@ class StallWatcher(Watcher):
             return None
         before, self._looked = self._look, now
         self._look = self._see(now, silent, ranks, processes)
-        if not self._look.by_hand and self._stands_still(now, silent, before, processes):
-            return self._report(silent, self._look, ranks, processes)
-        return None
+        if self._look.by_hand or not self._stands_still(now, silent, before, processes):
+            return None
+        if self._waits_for_itself(self._look, processes) and not self._outlasts(now, silent):
+            return None if self._is_quiet else self._report_quiet(silent, self._look, ranks, processes)
+        return self._report(silent, self._look, ranks, processes)
+
+    def _waits_for_itself(self, look: StandingRanks, processes: Processes) -> bool:
+        """Whether there is one process, for which no other rank waits: what it waits for may still come."""
+        worlds = (each.world for each in processes.values() if each.rank is not None)
+        return len(look.stacks) == 1 and not look.gone and max(worlds, default=1) <= 1
 
     @property
     def _last_limit(self) -> float:
@@ -237,6 +249,22 @@ class StallWatcher(Watcher):
             stop=self.stop,
         )
 
+    def _report_quiet(
+        self, silent: float, look: StandingRanks, ranks: Processes, processes: Processes
+    ) -> Notice:
+        quiet = f"{silent / 60:.0f} minutes" if silent >= 90 else f"{silent:.0f} s"
+        return Notice(
+            Problem(
+                QUIET,
+                f"the run has been quiet for {quiet}",
+                found=f"no progress since {self.progress.at}, and the process waits",
+                remedy="see below what it waits for; nothing is wrong if that takes so long",
+                severity="warning",
+                values={"quiet": quiet},
+            ),
+            lines=(*_described(look, ranks), *self._loaders(look, ranks, processes)),
+        )
+
     def _loaders(self, look: StandingRanks, ranks: Processes, processes: Processes) -> Iterator[str]:
         """What a worker does for each rank that waits for its data loader."""
         for rank in sorted(look.idle):
@@ -277,7 +305,8 @@ def _doing(look: StandingRanks, rank: int) -> str:
     source = f"{stack.place} (by {stack.source})"
     if rank in look.waiting:
         return f"waits in {stack.waits_in(True)}, called at {source}"
-    return f"{'idle' if rank in look.idle else 'busy'} at {source}"
+    state = "idle" if rank in look.idle else "busy"
+    return f"{state} in {stack.inside}, called at {source}" if stack.inside else f"{state} at {source}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:
