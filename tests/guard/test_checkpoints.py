@@ -161,6 +161,21 @@ def test_a_step_in_a_file_of_the_scripts_own_is_found(own: str, tmp_path: Path) 
     assert (saved.resumable is None) == (own == "module")
 
 
+def test_what_is_no_checkpoint_is_not_taken_for_one_by_its_name(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(4, 4)
+    torch.save({"model": layer.state_dict()}, tmp_path / "step_8.pt")
+    torch.save([torch.ones(3), torch.ones(3)], tmp_path / "epoch_9_predictions.pt")
+    torch.save(
+        (layer.state_dict(), torch.optim.Adam(layer.parameters()).state_dict()), tmp_path / "step_9.pt"
+    )
+    for order, name in enumerate(("step_8.pt", "step_9.pt", "epoch_9_predictions.pt")):
+        os.utime(tmp_path / name, (1000 + order, 1000 + order))
+    saved = saved_in(tmp_path)
+    assert saved.last and saved.last.path.name == "step_9.pt"
+    (tmp_path / "step_9.pt").unlink()
+    assert [each.path.name for each in saved_in(tmp_path).found] == ["step_8.pt"]
+
+
 @pytest.mark.core("1", "10")
 @pytest.mark.parametrize("first", [1, 2, 5, 9, 10])
 def test_a_checkpoint_with_nan_is_not_continued_from(first: int, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ MAX_OPENED = 6
 """Checkpoints that are opened, besides those between which the last one before a NaN is looked for."""
 OWN_FORMAT = "torch.save"
 """The format of a file that only the script which saved it can read."""
+OWN_MARKS = (b"param_groups", b"torch.nn.modules")
+"""What the pickle of such a file contains: the state of an optimizer of torch, or a complete module."""
 FINITE_WEIGHTS = "finite weights"
 TRAINER_STATE = "trainer_state.json"
 """What the Hugging Face Trainer writes after weights and optimizer (transformers.trainer)."""
@@ -89,8 +91,9 @@ class SavedCheckpoints:
 
     @property
     def weights(self) -> FoundCheckpoint | None:
-        """The last one whose files are complete, though its weights may be NaN."""
-        return self.found[0] if self.found else None
+        """The last one that reshard can read, though its weights may be NaN; else the last one."""
+        readable = (each for each in self.found if each.format != OWN_FORMAT)
+        return next(readable, self.found[0] if self.found else None)
 
 
 def saved_in(folder: Path, since: float = 0.0) -> SavedCheckpoints:
@@ -130,7 +133,7 @@ def _found(when: float, place: Path, top: Path) -> FoundCheckpoint | list[str]:
             return []
         lacks = tuple(_missing(place, checkpoint)) or tuple(_nonfinite(checkpoint))
     except (ReshardError, OSError) as error:
-        if zipfile.is_zipfile(place):  # the script that saved it knows what is in it
+        if any(mark in _pickled(place) for mark in OWN_MARKS):
             return FoundCheckpoint(place, step_of(place), OWN_FORMAT, when, tuple(_without_optimizer(place)))
         return [_said(error)] if _is_step(place) else []
     return FoundCheckpoint(place, step_of(place), checkpoint.format, when, lacks)
@@ -280,13 +283,17 @@ def _without_optimizer(file: Path) -> Iterator[str]:
 
     That of torch.optim has "param_groups", whatever a script calls it.
     """
-    pickled = b""
-    if file.is_file() and zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as archive:
-            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            pickled = b"".join(map(archive.read, names))
+    pickled = _pickled(file)
     if b"optim" not in pickled and b"param_groups" not in pickled:
         yield "the optimizer states"
+
+
+def _pickled(file: Path) -> bytes:
+    """The pickle in a file of torch.save; empty for anything else."""
+    if not file.is_file() or not zipfile.is_zipfile(file):
+        return b""
+    with zipfile.ZipFile(file) as archive:
+        return b"".join(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
 
 
 def _trainer_state(file: Path) -> Iterator[str]:
