@@ -56,7 +56,7 @@ BESIDES = {
     "--vocab-divisible-by --transformer-impl --memory --workers --on --dry-run --overwrite --no-tokenizer --strip "
     "--verify --no-resume --no-sync --strict --no-checksum --push-to-hub --private --quiet --debug",
     "verify": "--html --memory --quiet --debug",
-    "guard": "--on-stall --nan-steps --output --log --merge --base --requeue --meet --quiet --debug",
+    "guard": "--on-stall --nan-steps --output --log --merge --base --overwrite --requeue --meet --quiet --debug",
     "train": "",  # its methods have the flags: tests/train/test_cli.py
     "report": "--output --quiet --json --debug",
     "export": "--merge --dtype --overwrite --no-resume --quiet --json --debug",

@@ -117,6 +117,22 @@ def test_without_ranks_there_is_no_other_rank() -> None:
         assert "peer-died" not in {each.code for each in failure.findings}, said
 
 
+def test_a_launcher_that_fails_is_no_rank() -> None:
+    log = (
+        "Traceback (most recent call last):\n"
+        '  File "/home/user/venv/bin/torchrun", line 6, in <module>\n'
+        "    sys.exit(main())\n"
+        '  File "/home/user/venv/lib/python3.11/site-packages/torch/distributed/run.py", line 900, in main\n'
+        "    run(args)\n"
+        '  File "/home/user/venv/lib/python3.11/site-packages/torch/distributed/launcher/api.py", line 233, in '
+        "_get_addr_and_port\n"
+        "    raise ValueError(\n"
+        "ValueError: The port number of the rendezvous endpoint '127.0.0.1:2925135' must be an integer\n"
+    )
+    failure = failure_in("log", log, RunEvidence(ranks=2))
+    assert (failure.who, failure.did) == ("the launcher", "failed")
+
+
 def test_a_script_is_seen_with_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rewards.py").write_text(
         "import torch.distributed as dist\n"

@@ -178,17 +178,13 @@ def _print_preflight(found: Preflight, *, quiet: bool, starts: bool) -> None:
         _print_plans(found.plans)
 
 
-MARK_STYLES = {"✓": "green", "✗": "bold red", "○": "yellow"}
-"""By the mark of a check."""
-
-
 def _print_finished(run: Run, finished: FinishedRun) -> None:
     """Print the checks of the final folder, and what to type next."""
     console = stdout()
     for check in finished.checks:
-        console.print(
-            f"[{MARK_STYLES[check.mark]}]{check.mark}[/] {escape(check.name)}: {escape(check.found)}"
-        )
+        style = "green" if check.right else "bold red"
+        mark = f"[{style if check.checked else 'yellow'}]{check.mark}[/]"
+        console.print(f"{mark} {escape(check.name)}: {escape(check.found)}")
     print_problems(finished.problems)
     if finished.whole:
         console.print(f"[bold]{escape(str(finished.merged or finished.final))}[/] is ready")

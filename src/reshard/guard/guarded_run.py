@@ -24,7 +24,7 @@ from reshard.guard.command.read_command import StartedProgram, TrainingCommand, 
 from reshard.guard.command.shell_start import as_started
 from reshard.guard.end.end_report import EndedCommand, EndReport, continuing, ended
 from reshard.guard.options import GuardOptions
-from reshard.guard.screen import GuardScreen
+from reshard.guard.screen import NOT_CHECKED_MARK, GuardScreen
 from reshard.guard.supervise.node_meeting import NodeMeeting, first_to_fail, place_named
 from reshard.guard.supervise.output_relay import OutputRelay
 from reshard.guard.supervise.shell_terminal import ShellTerminal
@@ -105,7 +105,7 @@ def _checked(command: TrainingCommand, screen: GuardScreen) -> Checked:
         if problem.severity != "error":
             screen.say(Notice(problem))
     for sentence in checked.unchecked:
-        screen.print(sentence)
+        screen.print(f"{NOT_CHECKED_MARK} {sentence}")
     if checked.errors:
         raise ReshardError(checked.errors)
     return checked

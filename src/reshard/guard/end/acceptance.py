@@ -20,6 +20,7 @@ from reshard.folders.companions import CONFIG, find_companions, read_object
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.peft import ADAPTER_CONFIG as ADAPTER_CONFIG
+from reshard.guard.screen import NOT_CHECKED_MARK, RIGHT_MARK, WRONG_MARK
 from reshard.model.described_checkpoint import describe
 from reshard.model.model_heads import resolve_if_declared
 from reshard.stores.hub import name_of
@@ -36,7 +37,6 @@ class Origin:
     trust_remote_code: bool = False
 
 
-RIGHT_MARK, WRONG_MARK, NOT_CHECKED_MARK = "✓", "✗", "○"
 NO_TRANSFORMERS = "transformers is not installed beside reshard"
 NO_BASE = "the base model is not known"
 

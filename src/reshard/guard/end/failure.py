@@ -156,16 +156,26 @@ def failure_in(name: str, content: str, seen: RunEvidence = RunEvidence()) -> Fa
     findings = weighed[:1]
     if root is None or root.exception == EXIT_STATUS:
         shown = [*_last(log.lines)[:-1], f"killed by {signal_name(number)}"] if number else _last(log.lines)
-        return _of_rank("", shown, findings, seen, follows=root is None and not number)
-    return _of_rank(_who(root, content), _short(root.root), findings, seen, follows=is_consequence(root))
+        return _of_rank("", None, shown, findings, seen, follows=root is None and not number)
+    return _of_rank(
+        _who(root, content), root, _short(root.root), findings, seen, follows=is_consequence(root)
+    )
 
 
 def _of_rank(
-    who: str, shown: Iterable[str], findings: tuple[Finding, ...], seen: RunEvidence, *, follows: bool
+    who: str,
+    root: Traceback | None,
+    shown: Iterable[str],
+    findings: tuple[Finding, ...],
+    seen: RunEvidence,
+    *,
+    follows: bool,
 ) -> Failure:
-    """The failure of a rank, if its number is known, or else of some rank; or of the only process."""
+    """The failure of a rank, if its number is known, or else of some rank; of the only process, or of the launcher."""
     if not who and seen.ranks == 1:
         return Failure("the command", tuple(shown), findings, "failed")
+    if not who and root and root.frames and all(map(_OF_LAUNCHER.search, root.frames)):
+        return Failure("the launcher", tuple(shown), findings, "failed")
     did = LOST_ANOTHER if any(each.code == PEER_CODE for each in findings) else Failure.did
     return Failure(who or SOME_RANK, tuple(shown), findings, did, follows)
 
@@ -226,7 +236,7 @@ def _is_false_nan(finding: Finding, log: Log, root: Traceback | None) -> bool:
     if finding.code != NAN_CODE or (root and re.search(r"\bnan\b", root.said, re.IGNORECASE)):
         return False
     progress = TrainerProgress()
-    lines = (OutputLine(0.0, "stdout", line.text) for line in log.lines)
+    lines = (OutputLine(0.0, "stdout", line.text) for line in log.lines if "loss" in line.text.lower())
     return not any(notice.stop for line in lines for notice in progress.line(line))
 
 
@@ -325,6 +335,12 @@ _LAUNCHER = re.compile(
     r"^<frozen|distributed/(?:elastic/|run\.py|c10d_logger\.py)|reshard/train(?:ing)?/(?:worker|launch)\.py| <module>$"
 )
 """Frames that occur in every traceback."""
+
+
+_OF_LAUNCHER = re.compile(
+    r"/torch/distributed/(?:run\.py|launcher/|elastic/)|/bin/|/accelerate/commands/|^<frozen"
+)
+"""Frames of a launcher's own traceback, in which there is no other."""
 
 
 def _who(root: Traceback, content: str) -> str:

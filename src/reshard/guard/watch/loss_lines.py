@@ -35,7 +35,7 @@ _LOG_PREFIX = re.compile(
 _TOKEN = re.compile(
     r"(?P<bar>\d+%\|[^|]*\|)"
     r"|(?P<value>[-+~]?(?:(?:np\.\w+|tensor)\()?[-+]?"
-    r"(?:\.?\d|(?:nan(?! iterations)|inf|infinity)(?![a-z_])|\?)[^\s|,;\[\]{}=]*)"
+    r"(?:\.?\d|(?:nan(?! iterations)|inf|infinity)(?![a-z_])|n/a|\?)[^\s|,;\[\]{}=]*)"
     r"|(?P<word>[^\W\d][^\s|,;:=\[\]{}'\"]*)"
     r"|(?P<end>[|,;!]|\s-\s)"
     r"|(?P<equals>=)",
@@ -48,8 +48,8 @@ _NUMBER = re.compile(
     r"[~(\s]*(?:(?:np\.\w+|tensor)\()?(?P<number>[-+]?(?:\d*\.?\d+\.?(?:e[-+]?\d+)?|nan|inf))", re.IGNORECASE
 )
 _COUNTER = re.compile(
-    r"(?:(?:train(?:ing)?|global|current|inner|optimizer)\W?)*"
-    r"(?:epoch|step|iter(?:ation)?|batch|update)s?(?: idx|\(train\)?)?(?:/max steps)?"
+    r"(?:(?:train(?:ing)?|global|current|inner|optimizer|completed)\W?)*"
+    r"(?:epoch|step|iter(?:ation)?|batch|update)s?(?: idx|\(train\)?)?(?: max steps)?"
 )
 """Names of values that count steps. Bars, and `10/100` without a name, do so as well."""
 _RECORD_COUNTERS = ("learning rate", "lr", "grad norm")
@@ -132,10 +132,10 @@ def _values(text: str) -> list[_Value] | None:
         if token["equals"]:
             is_assigned = True
         elif token["end"]:
-            if words and not (may_be_unit and len(words) <= _UNIT_WORDS):
+            if words and not is_assigned and not (may_be_unit and len(words) <= _UNIT_WORDS):
                 return None
             values += [_Value(_plain(word), "") for word in words]
-            words, may_be_unit = [], False
+            words, may_be_unit, is_assigned = [], False, False
         elif token["word"] and not (is_assigned and words):
             words.append(token["word"])
         else:
