@@ -266,6 +266,11 @@ def test_a_model_of_the_hub_keeps_its_names(tmp_path: Path) -> None:
     converted(model, tmp_path)
     assert set(tensors_of(tmp_path / "hub")) == named
     assert reshard.verify(tmp_path / "hub", base).equal
+    model.save_pretrained(tmp_path / "saved")
+    assert "language_model.model.blocks.0.input_layernorm.weight" in tensors_of(tmp_path / "saved")
+    reshard.convert(tmp_path / "saved", tmp_path / "megatron", to="megatron", base=base)
+    reshard.convert(tmp_path / "megatron", tmp_path / "again")
+    assert_same_tensors(tensors_of(tmp_path / "again"), tensors_of(base))
 
 
 def test_a_name_on_the_hub_is_not_renamed_again() -> None:

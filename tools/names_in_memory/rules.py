@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from reshard.families.renaming import LOADED
 from tools.api_history.archive import sources
 from tools.api_history.index import Index
 
@@ -40,10 +41,10 @@ CORRECTED: dict[str, list[tuple[Any, list[Any]]]] = {
         ),
     ]
 }
-"""Rules that do not undo themselves, by model type, and what is meant.
+"""Rules that do not undo themselves, by model type, and what is meant. The former load, and save nothing.
 
-Transformers 5.24 saves the layers of Kimi-K2.5's language model as blocks, and its patches below an encoder, which no
-other program knows.
+Transformers 5.24 saves the layers of Kimi-K2.5's language model as blocks, and its patches below an encoder. It loads
+both spellings; other programs know only the Hub's.
 """
 
 
@@ -51,7 +52,7 @@ def _corrected(name: str, rules: list[Any]) -> list[Any]:
     for wrong, meant in CORRECTED.get(name, ()):
         if wrong in rules:
             at = rules.index(wrong)
-            rules = [*rules[:at], *meant, *rules[at + 1 :]]
+            rules = [*rules[:at], *meant, {**wrong, "kind": LOADED}, *rules[at + 1 :]]
     return rules
 
 

@@ -19,6 +19,8 @@ Operation = Mapping[str, Any]
 
 GUARDED = "GroupWeightRename"
 PAIRED = "LayerPairCollapse"
+LOADED = "LoadedOnly"
+"""The kind of a rule of transformers that also changes other names when it saves."""
 
 
 class Renamed(NamedTuple):
@@ -207,5 +209,5 @@ def saved(rules: Sequence[Renaming]) -> tuple[Renaming, ...]:
     return tuple(
         rule.reversed()
         for rule in reversed(rules)
-        if not (rule.is_prefix and "" in (rule.below or ("",))) and rule.kind != PAIRED
+        if not (rule.is_prefix and "" in (rule.below or ("",))) and rule.kind not in (PAIRED, LOADED)
     )
