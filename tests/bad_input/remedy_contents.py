@@ -120,6 +120,11 @@ def _with_names_of_nobody(there: Path) -> None:
     )
 
 
+def _with_another_tower(there: Path) -> None:
+    file = there / "other" / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b"visual.pos_embed.", b"visual.positions."))
+
+
 def _with_a_head(there: Path) -> None:
     config(architectures=["Qwen3ForSequenceClassification"])(there)
     edit_tensors(
@@ -217,6 +222,14 @@ CASES: dict[str, list[Case]] = {
     ],
     "model-part-not-kept": [
         Case({"src": "mlx qwen3_vl", "base": "qwen3_vl"}, "convert src dst --no-tokenizer", DIR)
+    ],
+    "part-tensor-unlike-base": [
+        Case(
+            {"src": "native qwen3_vl", "other": "qwen3_vl", "base": "qwen3_vl"},
+            "convert src dst --no-tokenizer --base other",
+            DIR,
+            _with_another_tower,
+        )
     ],
     "mistral-model-unsupported": [
         Case(SRC, "convert src dst --to mistral", {}, config(model_type="nobodys"))

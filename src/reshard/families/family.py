@@ -122,9 +122,10 @@ class Family:
         """
         return engine if engine in self._spelled else self.computed_by
 
-    def carried(self, names: Iterable[str], *, native: bool) -> dict[str, str]:
-        """The tensors in `names` (hub or Megatron-Core names) that are copied unchanged, with their hub names."""
-        return self.within.parts(names, native=native) if self.within else {}
+    def carried(self, names: Iterable[str], *, native: bool) -> set[str]:
+        """The tensors in `names` (hub or Megatron-Core names) that are copied unchanged."""
+        within = self.within
+        return {name for name in names if within.part(name, native=native)} if within else set()
 
     def plain_names(self, names: Iterable[str], *, native: bool) -> list[str]:
         """The names of tensors in the language model on its own, without those that are copied unchanged."""

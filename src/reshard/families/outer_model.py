@@ -6,11 +6,18 @@ On Megatron's side the language model is under `language_model.`, which the form
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+from reshard.algebra.views import View
 from reshard.families.rules import Rule, native
+from reshard.families.towers import Shapes, Tower
+
+_OF_MEGATRON = re.compile(r"\.self_attention\.linear_")
+"""Part of the names of Megatron's own modules, which no model on the Hub has."""
 
 
 @dataclass(frozen=True)
@@ -18,30 +25,55 @@ class CarriedTensors:
     """Tensors that are copied unchanged: all whose hub names begin with `hub`.
 
     In the engine that computes the family, `native` replaces that prefix; `others` are the prefixes of other
-    engines. These tensors are unsharded on every rank of the first stage. At least one must exist, unless the part is
-    `optional`: engines may drop it, and then it comes from the Hugging Face folder that training started from. A
-    matrix may be `transposed` on the engine's side.
+    engines, and `older` those that only earlier releases write. These tensors are unsharded on every rank of the first
+    stage. At least one must exist, unless the part is `optional`: engines may drop it, and then it comes from the
+    Hugging Face folder that training started from. A matrix may be `transposed` on the engine's side. In `towers`,
+    engines with modules of their own for it.
     """
 
     hub: str
     native: str
     others: Mapping[str, str] = field(default_factory=dict)
+    older: tuple[str, ...] = ()
     optional: bool = False
     transposed: bool = False
+    towers: Mapping[str, Tower] = field(default_factory=dict)
 
-    def to_native(self, name: str, engine: str) -> str:
-        """The name in `engine` of the tensor with hub name `name`."""
-        return self.others.get(engine, self.native) + name.removeprefix(self.hub)
+    def has(self, hub: str) -> bool:
+        """Whether a tensor with this hub name is in the part."""
+        return hub.startswith(self.hub)
 
-    def to_hub(self, name: str) -> str | None:
-        """The Hub name of the tensor named `name` in some engine; None if it is not in this part."""
-        for prefix in sorted({self.native, *self.others.values()}, key=len, reverse=True):
-            if name.startswith(prefix):
-                return self.hub + name.removeprefix(prefix)
-        return None
+    def prefix(self, name: str) -> str | None:
+        """The prefix of the tensor named `name` in some engine; None if it is not in this part."""
+        if not self.towers and _OF_MEGATRON.search(name):
+            return None
+        return next((each for each in self._prefixes if name.startswith(each)), None)
 
-    def turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape on the other side of a tensor that has `shape` on one."""
+    @cached_property
+    def _prefixes(self) -> list[str]:
+        return sorted({self.native, *self.others.values(), *self.older}, key=len, reverse=True)
+
+    def rules(self, carried: Shapes, engine: str, config: Mapping[str, Any]) -> Iterator[Rule]:
+        """A rule for each of the Hub's tensors `carried` of this part."""
+        own = self.others.get(engine, self.native)
+        if tower := self.towers.get(engine):
+            yield from tower.rules(carried, self.hub, own, config)
+            return
+        for name, shape in carried.items():
+            view = native(own + name.removeprefix(self.hub), *self._turned(shape))
+            yield Rule(name, view.permute(1, 0) if self.transposed else view)
+
+    def on_hub(
+        self, name: str, view: View, engine: str, config: Mapping[str, Any]
+    ) -> Iterator[tuple[str, View]]:
+        """The Hub's tensors in the engine's tensor `name` of this part, in any of its spellings."""
+        inner = name.removeprefix(self.prefix(name) or "")
+        tower = self.towers.get(engine)
+        each = tower.on_hub(inner, view, config) if tower else [(inner, view)]
+        for hub, part in each:
+            yield self.hub + hub, part.permute(1, 0) if self.transposed else part
+
+    def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[::-1] if self.transposed else shape
 
 
@@ -78,30 +110,18 @@ class OuterModel:
         pair = next((pair for pair in self.hub if name.startswith(pair[1])), ("", ""))
         return pair[0] + name.removeprefix(pair[1])
 
-    def parts(self, names: Iterable[str], *, native: bool) -> dict[str, str]:
-        """Those of `names` that are copied unchanged, with their hub names."""
-        found = {}
-        for name in names:
-            for part in self.carried:
-                if native:
-                    hub = part.to_hub(name)
-                else:
-                    hub = name if name.startswith(part.hub) else None
-                if hub is not None:
-                    found[name] = hub
-                    break
-        return found
+    def part(self, name: str, *, native: bool) -> CarriedTensors | None:
+        """The part of a tensor that is copied unchanged, by its hub or `native` name; None if it is not in any."""
+        for part in self.carried:
+            if part.prefix(name) is not None if native else part.has(name):
+                return part
+        return None
 
-    def part(self, name: str) -> CarriedTensors:
-        """The part of a tensor that is copied unchanged, by its hub name."""
-        return next(part for part in self.carried if name.startswith(part.hub))
-
-    def copies(self, carried: Mapping[str, tuple[int, ...]], engine: str) -> Iterator[Rule]:
+    def copies(self, carried: Shapes, engine: str, config: Mapping[str, Any]) -> Iterator[Rule]:
         """A rule for each of the `carried` tensors, given by hub name and hub shape."""
-        for name, shape in carried.items():
-            part = self.part(name)
-            view = native(part.to_native(name, engine), *part.turned(shape))
-            yield Rule(name, view.permute(1, 0) if part.transposed else view)
+        for part in self.carried:
+            names = {name: shape for name, shape in carried.items() if self.part(name, native=False) is part}
+            yield from part.rules(names, engine, config)
 
     def missing(self, carried: Iterable[str], *, optional: bool = False) -> list[str]:
         """The prefixes of the required (or `optional`) parts that have no tensor in `carried`."""

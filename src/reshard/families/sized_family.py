@@ -73,7 +73,8 @@ class Model:
         assert rules is not None
         try:
             within = self.family.within
-            return Binding([*rules(self.dims), *(within.copies(self.carried, dialect) if within else ())])
+            copies = within.copies(self.carried, dialect, self.config) if within else ()
+            return Binding([*rules(self.dims), *copies])
         except ValueError as error:
             raise ReshardError(
                 "config-sizes-impossible",

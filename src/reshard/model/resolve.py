@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from reshard.families.config_entries import first
 from reshard.families.disagreements import COMPUTED, agreed
 from reshard.families.rope import yarn_of
 from reshard.families.sized_family import Model
-from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import refusal
 from reshard.model import recognition, vocabulary
+from reshard.model.carried_parts import CarriedParts
 from reshard.model.described_checkpoint import DescribedCheckpoint
 from reshard.model.find_config import contradictions
 from reshard.model.model_sizes import MTP_LAYERS, disagreements, mtp_layers, plain_names, sizes
@@ -65,8 +65,8 @@ def _resolved(described: DescribedCheckpoint, trust: str, *, computes: bool) -> 
     args: Mapping[str, Any] | None = None
     if config:
         found, notes = recognition.by_config(config, checkpoint, described.family, computes=computes)
-        checkpoint, added = _completed(checkpoint, found, described.folder)
-        notes = [*notes, *added]
+        parts, added = CarriedParts(checkpoint, found, config, described.folder).completed()
+        checkpoint, notes = parts.checkpoint, [*notes, *added]
         if computes:
             _refuse_contradictions(config, file)
         config = {"model_type": found.name, **config}
@@ -81,6 +81,7 @@ def _resolved(described: DescribedCheckpoint, trust: str, *, computes: bool) -> 
             notes = [*notes, reason]
     else:
         found, notes = recognition.by_args(checkpoint, described.family)
+        parts = CarriedParts(checkpoint, found, config, described.folder)
         args = dict(checkpoint.args or {})
         text = found.config.to_config(args)
         text.update(model_type=found.name, architectures=[found.architecture])
@@ -91,8 +92,8 @@ def _resolved(described: DescribedCheckpoint, trust: str, *, computes: bool) -> 
     if found.drops_router_bias and not dims.router_bias:
         notes = [*notes, "there is no bias of the router: mcore-bridge saves none"]
     warnings = _misdescribed(found, config, file, yarn_of(checkpoint.args or {})) if computes else []
-    carried = _carried(checkpoint, found)
-    problems = [*disagreements(checkpoint, found, dims), *_without_parts(checkpoint, found, carried)]
+    carried = parts.shapes()
+    problems = [*disagreements(checkpoint, found, dims), *parts.problems(carried)]
     if checkpoint.has_hub_names:
         problems += [each for each in warnings if each.severity == "error"]
     if problems:
@@ -185,72 +186,3 @@ def _misdescribed(
         for key, text in found
         if not (rope and key == "rope_parameters")
     ]
-
-
-def _carried(checkpoint: Checkpoint, family: Family) -> dict[str, tuple[int, ...]]:
-    """The Hub shapes of the tensors that are copied unchanged, by hub name."""
-    if family.within is None:
-        return {}
-    native = not checkpoint.has_hub_names
-    quantization = checkpoint.quantization
-    there = quantization.whole(checkpoint.tensors) if quantization else checkpoint.tensors
-    names = family.within.parts(there, native=native)
-    shapes = {hub: checkpoint.shape(name) or there[name].shape for name, hub in names.items()}
-    return {hub: family.within.part(hub).turned(shape) for hub, shape in shapes.items()} if native else shapes
-
-
-def _completed(checkpoint: Checkpoint, family: Family, folder: Path) -> tuple[Checkpoint, list[str]]:
-    """A checkpoint plus the parts that its engine does not save, from the Hugging Face folder; and notes on them."""
-    if family.within is None or not (checkpoint.has_megatron_names or checkpoint.is_part):
-        return checkpoint, []
-    there = _carried(checkpoint, family)
-    kinds = (True, False) if checkpoint.is_part else (True,)
-    absent = [hub for optional in kinds for hub in family.within.missing(there, optional=optional)]
-    if not absent:
-        return checkpoint, []
-    has_weights = huggingface.detect(folder)
-    those = huggingface.open_checkpoint(folder, checkpoint.sources).tensors if has_weights else {}
-    added = {name: tensor for name, tensor in those.items() if name.startswith(tuple(absent))}
-    named = ", ".join(f"{hub}*" for hub in absent)
-    if not added:
-        return checkpoint, [
-            f"the checkpoint has no {named}, nor has {folder}: pass the model that it was trained from (--base)"
-        ]
-    if not checkpoint.has_hub_names:
-        added = {
-            family.within.part(hub).to_native(hub, checkpoint.rules): each for hub, each in added.items()
-        }
-    tensors = {**checkpoint.tensors, **added}
-    return replace(checkpoint, tensors=tensors), [f"{named} are copied from {folder}: the engine keeps none"]
-
-
-def _without_parts(checkpoint: Checkpoint, family: Family, carried: Collection[str]) -> list[Problem]:
-    """A problem for each required part of a larger model that has no tensors. Its number of layers is not checked."""
-    absent = family.within.missing(carried) if family.within else ()
-    return [(_not_kept if checkpoint.is_part else _missing)(checkpoint, family, prefix) for prefix in absent]
-
-
-def _missing(checkpoint: Checkpoint, family: Family, prefix: str) -> Problem:
-    return Problem(
-        "model-part-missing",
-        "a part of the model is missing",
-        file=str(checkpoint.path),
-        rule=f"a model of family {family.name} has several parts, and all are converted",
-        expected=f"tensors whose Hub names begin with {prefix}",
-        found="none",
-        remedy="copy or save the checkpoint again with all its parts",
-        values={"family": family.name},
-    )
-
-
-def _not_kept(checkpoint: Checkpoint, family: Family, prefix: str) -> Problem:
-    return Problem(
-        "model-part-not-kept",
-        "the checkpoint has only the language model of a larger model",
-        file=str(checkpoint.path),
-        rule=f"a model of family {family.name} has several parts, and what wrote the checkpoint keeps one of them",
-        expected=f"tensors whose Hub names begin with {prefix}",
-        found="none",
-        remedy="pass the Hugging Face folder that it was made from, whose other parts are copied: --base DIR",
-        values={"family": family.name},
-    )

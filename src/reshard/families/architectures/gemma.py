@@ -163,7 +163,10 @@ GEMMA3_VISION = replace(
     within=OuterModel(
         hub=(("", "language_model."),),
         carried=(
-            CarriedTensors("vision_tower.", "vision_tower."),
+            # Transformers 5, of whose modules the tower is, has no `vision_model`.
+            CarriedTensors(
+                "vision_tower.vision_model.", "vision_tower.", older=("vision_tower.vision_model.",)
+            ),
             CarriedTensors(f"{PROJECTOR}mm_soft_emb_norm.", f"{PROJECTOR}mm_soft_embed_norm."),
             CarriedTensors(
                 f"{PROJECTOR}mm_input_projection_weight", f"{PROJECTOR}proj.weight", transposed=True

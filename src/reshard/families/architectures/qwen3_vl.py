@@ -11,6 +11,7 @@ from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import MultimodalRope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms, same, stacked_experts
+from reshard.families.towers import Tower
 from reshard.families.transformers_5 import MemoryNames
 
 
@@ -22,8 +23,28 @@ def sparse(dims: Dims) -> Iterator[Rule]:
     yield from decoder(dims, [*block, *mlp(dims)], [*block, router, *stacked_experts(dims)])
 
 
+OF_MEGATRON = Tower(
+    (
+        ("blocks.", "decoder.layers."),
+        ("deepstack_merger_list.", "decoder.deepstack_merger_list."),
+        (".attn.qkv.", ".self_attention.linear_qkv."),
+        (".attn.proj.", ".self_attention.linear_proj."),
+        (".norm1.", ".self_attention.linear_qkv.layer_norm_"),
+        (".norm2.", ".mlp.linear_fc1.layer_norm_"),
+        (".norm.", ".patch_norm."),
+    ),
+    fused="linear_qkv",
+)
+"""The tower that Megatron-Bridge builds of Megatron's own modules; its first releases had that of transformers."""
 TOWER = OuterModel(
-    carried=(CarriedTensors("model.visual.", "visual.visual.", {MEGATRON_BRIDGE: "vision_model."}),)
+    carried=(
+        CarriedTensors(
+            "model.visual.",
+            "visual.visual.",
+            {MEGATRON_BRIDGE: "vision_model."},
+            towers={MEGATRON_BRIDGE: OF_MEGATRON},
+        ),
+    )
 )
 QWEN3_VL = Family(
     "qwen3_vl",

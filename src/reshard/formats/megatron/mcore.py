@@ -90,8 +90,10 @@ PARALLEL_LINEARS = (
 )
 """Modules that save an `_extra_state` with their weight."""
 
-LINEARS_BESIDE = ("multi_modal_projector.proj",)
-"""Such modules outside the language model, by their full names: Megatron-Bridge's projector of Gemma 3."""
+LINEARS_BESIDE = re.compile(r"multi_modal_projector\.proj|vision_model\.(decoder|merger)\..*linear_\w+")
+"""Such modules outside the language model: Megatron-Bridge's projector of Gemma 3, and its tower of Qwen3-VL."""
+STACKED_BESIDE = "vision_model.decoder."
+"""The beginning of those whose weights stack layers."""
 
 
 BELOW = "language_model."

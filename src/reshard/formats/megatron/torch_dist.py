@@ -39,6 +39,7 @@ from reshard.formats.megatron.common_state import ReadChunk, is_torch_dcp, read_
 from reshard.formats.megatron.mcore import (
     LINEARS_BESIDE,
     PARALLEL_LINEARS,
+    STACKED_BESIDE,
     LayerSpelling,
     MegatronPosition,
     StageFinder,
@@ -183,15 +184,16 @@ class _TorchDistWriter:
             for low, size in shard_boxes(tensor.shape, split, rank, ranks):
                 entry.chunks.append(file.add(tensor, low, size, at))
 
-    def add_extra_state(self, place: MegatronPosition) -> None:
-        """Add the object that the module at `place` saves with its weight."""
+    def add_extra_state(self, place: MegatronPosition, layers: int = 1) -> None:
+        """Add the object that the module at `place` saves with its weight, which may itself stack `layers`."""
         key, lead, at = self._key(place._replace(module=f"{place.module}._extra_state"))
         if lead:
-            shard = f"/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, lead))}"
+            shards = [f"{'.'.join(map(str, at))}_{'.'.join(map(str, lead))}"]
         else:
-            shard = "/shard_0_1"
+            shards = [f"{layer}_{layers}" for layer in range(layers)]
         file = self._file(place, 0)
-        self.metadata.objects[key + shard] = file.append(EXTRA_STATE)
+        for shard in shards:
+            self.metadata.objects[f"{key}/shard_{shard}"] = file.append(EXTRA_STATE)
 
     def refuse_gaps(self) -> None:
         """Record a problem for each key that stacks layers or experts of which some have no state."""
@@ -267,7 +269,8 @@ def lay_out(request: Request) -> list[OutputFile]:
         place = places[tensor.name]
         writer.add(tensor, tensor.name)
         for module in _with_extra_state(place, writer.spelling, hybrid):
-            writer.add_extra_state(place._replace(module=module))
+            layers = tensor.shape[0] if module.startswith(STACKED_BESIDE) else 1
+            writer.add_extra_state(place._replace(module=module), layers)
     for prefix, states in optimizer.keyed().items() if optimizer else ():
         for name, state in states.items():
             writer.add(state, name, prefix)
@@ -328,7 +331,7 @@ def _with_extra_state(place: MegatronPosition, spelling: LayerSpelling, hybrid: 
     """
     module, _, kind = place.module.removesuffix(".query").rpartition(".")
     if is_carried(name_of(place)):
-        yield from [module] if module in LINEARS_BESIDE else []
+        yield from [module] if kind == "weight" and LINEARS_BESIDE.fullmatch(module) else []
         return
     if module == "mixer.in_proj" or (kind == "weight" and module.rpartition(".")[2] in PARALLEL_LINEARS):
         yield module
