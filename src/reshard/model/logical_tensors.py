@@ -230,6 +230,30 @@ def _has_shape(tensor: Tensor, weight: QuantizedWeight | None, shape: tuple[int,
     return weight.fits(tensor, shape) if weight else tensor.shape == shape
 
 
+def _unknown(name: str, tensor: Tensor) -> Problem:
+    found = f"{tensor.dtype} {list(tensor.shape)}"
+    if ".linear_q_proj.layer_norm_" in name:
+        return Problem(
+            "norm-before-queries",
+            "megatron-core trained the model with a norm that models of its family do not have",
+            tensor=name,
+            file=tensor.file,
+            rule="megatron-core 0.19 with --qk-layernorm normalizes the inputs of queries that are not compressed "
+            "(q_lora_rank is null) once more, which nobody who loads the Hub's model does",
+            found=found,
+            remedy="train with megatron-core 0.18 or earlier: weights trained with 0.19 are those of another model",
+        )
+    return Problem(
+        "tensor-unknown",
+        "a tensor is unknown",
+        tensor=name,
+        file=tensor.file,
+        rule="every tensor of the checkpoint must be declared by the family; nothing is dropped silently",
+        found=found,
+        remedy="the config is of a smaller model (--base), or the model is of another family (--family)",
+    )
+
+
 def _check(
     checkpoint: Checkpoint, wanted: Mapping[str, BoundTensor], optional: Mapping[str, BoundTensor]
 ) -> None:
@@ -257,20 +281,10 @@ def _check(
     added = (
         () if quantization else have.keys() - wanted.keys() - optional.keys() - checkpoint.spare
     )  # for example, some tools add biases
-    for name in sorted(added):
-        problems.append(
-            _head_of_its_own(name, have[name])
-            if name == head
-            else Problem(
-                "tensor-unknown",
-                "a tensor is unknown",
-                tensor=name,
-                file=have[name].file,
-                rule="every tensor of the checkpoint must be declared by the family; nothing is dropped silently",
-                found=f"{have[name].dtype} {list(have[name].shape)}",
-                remedy="the config is of a smaller model (--base), or the model is of another family (--family)",
-            )
-        )
+    problems += [
+        _head_of_its_own(name, have[name]) if name == head else _unknown(name, have[name])
+        for name in sorted(added)
+    ]
     weights = quantization.weights if quantization else {}
     shapes = {name: bound.shape for name, bound in {**optional, **wanted}.items() if name in have}
     for name in sorted(n for n, shape in shapes.items() if not _has_shape(have[n], weights.get(n), shape)):

@@ -183,6 +183,8 @@ def notes(request: Request) -> list[str]:
         found.append(
             f"the checkpoint is for {ENGINE_TITLES[request.dialect]}; megatron-core's own GPTModel {why}"
         )
+    if model.dims.kv_lora and not model.dims.q_lora:
+        found.append("load it with megatron-core 0.18 or earlier: 0.19 adds a norm before linear_q_proj")
     found += [*model.family.config.notices(model.text), *stateless(request)]
     if layout.stages and not request.options.layout.stages:
         found.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")
