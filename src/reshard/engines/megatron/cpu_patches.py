@@ -1,4 +1,4 @@
-"""Run the megatron-core of PyPI (0.12.3 to 0.16.1) on a torch without a GPU.
+"""Run the megatron-core of PyPI (0.12.3 to 0.19.2) on a torch without a GPU.
 
 Megatron-Core names CUDA in a few dozen places that only need some device. `enable` patches those
 once per process, in the ranks and not in their parent. It changes tensor placement and communication, never
@@ -157,7 +157,7 @@ def _repair_local_spec() -> None:
 def _repair_experts() -> None:
     """Fix mixture-of-experts code that only works with a GPU."""
     import torch
-    from megatron.core.transformer.moe import grouped_gemm_util, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     # The all-to-all dispatcher converts split sizes to numpy only if they were on a GPU, but always needs numpy.
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -165,7 +165,10 @@ def _repair_experts() -> None:
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
     # The legacy GroupedMLP requires a CUDA extension when built. Its forward pass needs it; saving does not.
-    grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
+    with contextlib.suppress(ImportError):  # 0.17 removed it
+        from megatron.core.transformer.moe import grouped_gemm_util
+
+        grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
 
 
 def _repair_attention() -> None:
@@ -235,13 +238,19 @@ def _repair_delta_net() -> None:
         return
     if gated_delta_net.HAVE_FLA:
         return
+    modules = [gated_delta_net]
+    with contextlib.suppress(ImportError):  # a package since 0.19
+        from megatron.core.ssm.gated_delta_net import common, gdn
+
+        modules += [common, gdn]
 
     def l2norm(values: Any, dim: int = -1, eps: float = 1e-6) -> Any:
         return values * torch.rsqrt(values.square().sum(dim, keepdim=True) + eps)
 
-    gated_delta_net.HAVE_FLA = True
-    gated_delta_net.l2norm = l2norm
-    gated_delta_net.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule
+    for module in modules:
+        module.HAVE_FLA = True
+        module.l2norm = l2norm
+        module.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule
 
 
 def _repair_writers() -> None:

@@ -9,6 +9,7 @@ model (factor 32) is computed with factor 8.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
@@ -70,6 +71,7 @@ def build_config(
         decisive["no_rope_freq"] = args.no_rope_freq  # from 0.13 on
     if has_delta_nets(args):
         decisive |= delta_fields(args)  # from 0.16 on
+    _refuse_norm_of_inputs(args)
     if unknown := decisive.keys() - supported(config_class, **decisive):
         raise ReshardError(
             "megatron-core-cannot-build",
@@ -94,6 +96,18 @@ def build_config(
     for name, value in yarn_attributes(args).items():
         setattr(config, name, value)
     return config
+
+
+def _refuse_norm_of_inputs(args: SimpleNamespace) -> None:
+    """Refuse latent attention without compressed queries, whose inputs megatron-core 0.19 normalizes once more."""
+    normalizes = importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config")
+    if args.multi_latent_attention and args.q_lora_rank is None and args.qk_layernorm and normalizes:
+        raise ReshardError(
+            "megatron-core-cannot-build",
+            "this version of megatron-core cannot build the model",
+            found="latent attention with a norm before linear_q_proj, which the model does not have",
+            remedy="pip install --no-deps megatron-core==0.18.2",
+        )
 
 
 def _parallel_fields(args: SimpleNamespace, layout: Layout) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from reshard.base.errors import ReshardError
 from reshard.engines.megatron import cpu_patches
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ class _Rank:
     pid: int
     pipe: Connection
     value: Any = None
-    failure: str | None = None
+    failure: str | ReshardError | None = None
     failed_at: float = 0.0
     answered: bool = False
 
@@ -105,6 +106,8 @@ def run_ranks(world_size: int, function: Callable[..., T], *args: Any, timeout: 
         finally:
             session.close()
     failed = sorted((rank for rank in session.ranks if rank.failure), key=lambda rank: rank.failed_at)
+    if failed and isinstance(failed[0].failure, ReshardError):
+        raise failed[0].failure
     if failed:
         raise RankError("\n".join(f"rank {rank.number} of {world_size}: {rank.failure}" for rank in failed))
     late = [str(rank.number) for rank in session.ranks if not rank.answered]
@@ -153,7 +156,7 @@ def _become_rank(parent: int) -> None:
 
 
 def _answer(number: int, world_size: int, store: Path, function: Callable[..., Any], args: Any) -> bytes:
-    """The pickled (value, traceback, time of failure) of this rank's call; value or traceback is None."""
+    """The pickled (value, failure, time of failure) of this rank's call: a ReshardError, or another's traceback."""
     import torch
 
     try:
@@ -167,6 +170,8 @@ def _answer(number: int, world_size: int, store: Path, function: Callable[..., A
         value = function(*args)
         torch.distributed.barrier()
         return pickle.dumps((value, None, 0.0))
+    except ReshardError as error:
+        return pickle.dumps((None, error, time.monotonic()))
     except BaseException:
         return pickle.dumps((None, traceback.format_exc(), time.monotonic()))
 
