@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -36,7 +37,7 @@ class Environment:
     """`packages` are installed with their dependencies, `alone` without, and `cut` are files to remove again.
 
     Both see the packages of the base environment `on`, and take precedence over them. `build` has the environment
-    variables for building the `alone` packages.
+    variables for building the `alone` packages. Without a base, the `python` may be of another version.
     """
 
     packages: tuple[str, ...]
@@ -45,11 +46,13 @@ class Environment:
     without: tuple[str, ...] = field(default=(), repr=False)
     build: tuple[str, ...] = field(default=(), repr=False)
     cut: tuple[str, ...] = field(default=(), repr=False)
+    python: str = field(default="", repr=False)
 
     @property
     def made_of(self) -> str:
         """What tells an environment that is up to date from one that is not."""
-        return " ".join((str(self), *self.build, *(f"-{each}" for each in (*self.without, *self.cut))))
+        removed = [f"-{each}" for each in (*self.without, *self.cut)]
+        return " ".join((str(self), *self.build, *removed, *([self.python] if self.python else [])))
 
 
 ENVIRONMENTS = {
@@ -166,6 +169,16 @@ ENVIRONMENTS = {
         ("megatron-bridge==0.3.1",),
         on=TESTS,
     ),
+    # Later releases than those for Python 3.11, on the torch of PyPI, which has the libraries of CUDA: 5 GB.
+    "megatron-bridge-0.6": Environment(
+        (
+            *("torch==2.14.1", "transformers==5.12.1", "datasets==4.8.4", "peft==0.21.2", "accelerate"),
+            *("omegaconf", "einops", "six", "sentencepiece", "tiktoken", "tensorboard"),
+            *("click", "isal", "rich", "pyyaml"),  # what reshard needs, which is run in it
+        ),
+        ("megatron-core==0.19.2", "megatron-bridge==0.6.2"),
+        python="3.12",
+    ),
     "ms-swift": Environment(
         (
             *("transformers==5.19.0", "peft==0.20.0", "trl==0.29.1", "datasets==4.8.4", "modelscope"),
@@ -264,7 +277,7 @@ ENVIRONMENTS = {
 def python(name: str) -> str:
     """The interpreter of an environment, created if it does not exist. Raises pip's errors."""
     wanted = ENVIRONMENTS[name]
-    below = python(wanted.on) if wanted.on not in ("", TESTS) else sys.executable
+    below = python(wanted.on) if wanted.on not in ("", TESTS) else interpreter_of(wanted.python)
     folder = CACHE / name
     interpreter, ready = folder / "bin" / "python", folder / "ready"
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -297,6 +310,18 @@ def python(name: str) -> str:
         if wanted.on:
             _add_scripts(interpreter, Path(below))
     return str(interpreter)
+
+
+def interpreter_of(version: str) -> str:
+    """A Python of a version such as 3.12, or that of the tests. Raises LookupError if it is not installed."""
+    if not version or sys.version.startswith(f"{version}."):
+        return sys.executable
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    installed = [*map(str, root.glob(f"versions/{version}.*/bin/python")), shutil.which(f"python{version}")]
+    for each in filter(None, installed):
+        if subprocess.run([each, "-c", ""], capture_output=True).returncode == 0:
+            return each
+    raise LookupError(f"install Python {version}: an environment of the tests needs it")
 
 
 def _lie_on(interpreter: Path, below: str) -> None:

@@ -49,6 +49,7 @@ ABSENT = (
     *("triton", "transformer_engine", "mamba_ssm", "causal_conv1d", "fla", "nvidia_resiliency_ext", "wandb"),
     *("mlflow", "qwen_vl_utils", "timm", "open_clip", "modelopt", "multistorageclient", "cv2"),
     *("flash_attn", "hydra", "nvdlfw_inspect", "einops_exts", "nemo_run", "av", "decord", "torchvision"),
+    *("megatron.energon", "diffusers"),
 )
 
 
@@ -65,14 +66,14 @@ class _Empty(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return MagicMock()
+        return type(name, (MagicMock,), {}) if name[:1].isupper() else MagicMock()
 
 
 class _EmptyPackages:
     """Finds packages that are not installed, as empty ones."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.split(".")[0] in ABSENT and name not in sys.modules:
+        if f"{name}.".startswith(tuple(f"{each}." for each in ABSENT)) and name not in sys.modules:
             return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
         return None
 

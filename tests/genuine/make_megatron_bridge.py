@@ -13,6 +13,7 @@ separated by `--`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -37,9 +38,10 @@ def _know_nemotron_h() -> None:
     import torch
     from transformers import AutoConfig, PretrainedConfig
 
-    AutoConfig.register(
-        "nemotron_h", type("NemotronHConfig", (PretrainedConfig,), {"model_type": "nemotron_h"})
-    )
+    with contextlib.suppress(ValueError):  # transformers 5 has one
+        AutoConfig.register(
+            "nemotron_h", type("NemotronHConfig", (PretrainedConfig,), {"model_type": "nemotron_h"})
+        )
 
     class Gated(torch.nn.Module):
         def __init__(self, hidden_size: int, dtype: torch.dtype, **_: Any) -> None:
