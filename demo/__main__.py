@@ -39,25 +39,40 @@ class Station:
 
 def stations(output: Path, steps: int) -> Iterator[Station]:
     """All commands, in order. They write to `output`."""
-    model, text, run, final = (str(output / name) for name in ("model", "text.jsonl", "run", "run/final"))
+    model, text, start, run, final = (
+        str(output / name) for name in ("model", "text.jsonl", "start", "run", "final")
+    )
     other = str(output / "other-layout")
     yield Station(
         "Make a small random Qwen3-MoE model with a tokenizer, and a text to train it on",
         ("python", "-m", "demo.make_model", model, text),
         result=Path(model),
     )
-    folders = ("--model", model, "--data", text, "-o", run)
-    layout = ["--nproc", "4", "--tp", "2", "--pp", "2", "--ep", "2", "--expert_tensor_parallel_size", "1"]
-    batches = f"--seq_length 320 --global_batch_size 4 --train_iters {steps} --lr 5e-3 --bf16".split()
     yield Station(
-        "Train it on Megatron-Core at TP2 · PP2 · EP2, on four ranks",
-        ("reshard", "train", "sft", "--engine", "megatron", *folders, *layout, *batches),
+        "Convert it to Megatron-Core at TP2 · PP2 · EP2, for four ranks",
+        (
+            "reshard",
+            "convert",
+            model,
+            start,
+            *["--to", "megatron", "--tp", "2", "--pp", "2", "--ep", "2", "--etp", "1"],
+        ),
+        result=Path(start),
+    )
+    yield Station(
+        "Train it with megatron-core, on four ranks",
+        ("python", "-m", "demo.train", start, model, text, run, str(steps)),
         result=Path(run),
     )
     yield Station("Inspect the Megatron-Core checkpoint", ("reshard", "inspect", run))
     yield Station(
+        "Convert it to a Hugging Face folder",
+        ("reshard", "convert", run, final, "--base", model),
+        result=Path(final),
+    )
+    yield Station(
         "Convert it to another layout, for eight ranks",
-        ("reshard", "convert", run, other, "--to", "megatron", "--tp", "4", "--pp", "2", "--ep", "2"),
+        ("reshard", "convert", run, other, *f"--base {model} --to megatron --tp 4 --pp 2 --ep 2".split()),
         result=Path(other),
     )
     yield Station(
@@ -123,7 +138,6 @@ def main() -> None:
         print(f"{number}. {station.title}")
         run(station)
     print(f"All steps passed in {time.monotonic() - begin:.0f} s.")
-    print(f"The training report: {arguments.output / 'run/report.html'}")
 
 
 if __name__ == "__main__":

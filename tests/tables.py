@@ -13,7 +13,7 @@ from reshard.base.options import options_of
 from reshard.cli import cli
 from reshard.cli.support import NOT_TESTED, support
 from reshard.guard.options import GuardOptions
-from reshard.training.options import StartOptions
+from reshard.training.options import TrainOptions
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -71,7 +71,7 @@ TABLES = {
     "Model": (DOCS / "add-a-family.md", undeclared),
     "Option of guard": (DOCS / "guard.md", partial(options, GuardOptions, "guard")),
     "Option of mcp": (DOCS / "mcp.md", partial(options, McpOptions, "mcp")),
-    "Option of train": (DOCS / "training-options.md", partial(options, StartOptions, "train", "sft")),
+    "Option of train": (DOCS / "training.md", partial(options, TrainOptions, "train")),
 }
 """The page and the rows of each table, by the title of its first column."""
 

@@ -33,12 +33,10 @@ FUNCTIONS = (
         "convert",
         "diagnose",
         "doctor",
-        "export",
         "from_pretrained",
         "inspect",
         "load_into",
         "open",
-        "report",
     ),
     *("stream", "support", "train", "verify"),
 )
@@ -103,16 +101,6 @@ def test_doctor_says_what_the_command_says(place: Path, monkeypatch: pytest.Monk
         reshard.doctor("train.log", python="python")
     with pytest.raises(reshard.ReshardError, match="python"):
         reshard.doctor(python="no/such/python")
-
-
-def test_report_draws_a_page(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    page = reshard.report(tmp_path / "run")
-    assert page == tmp_path / "run" / "report.html" and "<html" in page.read_text(encoding="utf-8")
-    assert reshard.report(tmp_path / "run", output=tmp_path / "page.html") == tmp_path / "page.html"
-    with pytest.raises(reshard.ReshardError, match="wrong value for run"):
-        reshard.report()
 
 
 def test_help_shows_the_functions_with_their_signatures() -> None:
@@ -250,12 +238,12 @@ def test_importing_loads_nothing_that_may_not_be_needed() -> None:
         ],
         *[
             (partial(reshard.train, "sft", **{name: value}), f"{name}={value!r}")
-            for name in ("nproc", "node_rank", "nan_steps", "save_on_signal", "max_restarts")
+            for name in ("nproc", "nnodes", "tp")
             for value in (-1, True, 1.5, "2", float("inf"))
         ],
-        (lambda: reshard.train("sft", nproc=0, nan_steps=0), "nproc=0"),
-        (lambda: reshard.train("sft", nproc=0, nan_steps=0), "nan_steps=0"),
-        (lambda: reshard.train("sft", dry_run=True, gpus=8), "gpus=8"),  # type: ignore[arg-type]
+        (lambda: reshard.train("sft", nproc=0, pp=0), "nproc=0"),
+        (lambda: reshard.train("sft", nproc=0, pp=0), "pp=0"),
+        (lambda: reshard.train("sft", gpus=8), "gpus=8"),  # type: ignore[arg-type]
         (lambda: reshard.inspect("a", html=3), "html=3"),  # type: ignore[arg-type]
         (lambda: reshard.convert("a", None), "dst=None"),  # type: ignore[arg-type]
         (lambda: reshard.open(None), "path=None"),  # type: ignore[arg-type]
@@ -264,8 +252,7 @@ def test_importing_loads_nothing_that_may_not_be_needed() -> None:
         (lambda: reshard.verify("a", 3), "b=3"),  # type: ignore[call-overload]
         (lambda: reshard.verify("a", logits=True), "only one is given"),  # type: ignore[call-overload]
         (lambda: reshard.train("ppo"), "method='ppo'"),  # type: ignore[arg-type]
-        (lambda: reshard.train("sft"), "--model is missing"),
-        (lambda: reshard.export("", "b"), "checkpoint=''"),
+        (lambda: reshard.train("sft", output="out"), "--model is missing"),
     ],
 )
 def test_wrong_arguments_are_said_so(call: Callable[[], object], told: str) -> None:

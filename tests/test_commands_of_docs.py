@@ -34,8 +34,6 @@ PARSED = {
     "--ask": "asks a model over the network",
     "train": "tests/train runs it",
     "guard": "tests/guard runs it",
-    "export": "needs a run of `train`: tests/train runs it",
-    "report": "needs a run of `train`: tests/train runs it",
     "mcp": "waits for a client: tests/test_mcp.py runs it",
     "install-completion": "changes files of a shell",
     "--on": "needs Slurm, Dask or Ray: tests/test_many_machines.py runs it",
@@ -84,8 +82,6 @@ def typed() -> Iterator[Command]:
         "guard",
         "mcp",
         "train",
-        "report",
-        "export",
         "support",
     ):
         text = reshard(*filter(None, [command]), "--help").out

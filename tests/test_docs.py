@@ -24,10 +24,7 @@ from reshard.cli import COMMANDS, cli
 from reshard.cli.support import support
 from reshard.dropins import convert_torch_dist_to_hf, model_merger, zero_to_fp32
 from reshard.formats.contract import Format, Target
-from reshard.training.engine_registry import ENGINE_MODULES, engine_named
-from reshard.training.option_names import renamed as renamed_words
-from reshard.training.run import Run
-from reshard.training.run_request import words as engine_words
+from reshard.training.methods import TRAINING_METHODS
 from tests.tables import TABLES
 
 REPOSITORY = Path(__file__).parents[1]
@@ -132,26 +129,24 @@ def flags() -> set[str]:
         for parameter in (parameter for each in (command, *inner) for parameter in each.params):
             if isinstance(parameter, click.Option):
                 names.update([*parameter.opts, *parameter.secondary_opts])
-    engines = [engine_named(name) for name in ENGINE_MODULES]
-    known = {
-        each.name for engine in engines for method in engine.methods for each in engine.known_options(method)
-    }
-    options = {f"--{name}" for name in known}
-    return names | options | {"--help", "--version"}
+    return names | {f"--{name}" for name in trl_options()} | {"--help", "--version"}
+
+
+@cache
+def trl_options() -> set[str]:
+    """The fields of TRL's configs, which recipes take as options."""
+    import trl
+
+    configs = [getattr(trl, f"{method.name}Config") for method in TRAINING_METHODS.values()]
+    return {field.name for config in (*configs, trl.ModelConfig) for field in dataclasses.fields(config)}
 
 
 def check_parses(words: list[str]) -> None:
     """Raise for words that `reshard` would refuse, and for options that their engine does not have."""
-    command = command_named(words[0])
-    if isinstance(command, click.Group):
-        method, command = words[1], command.commands[words[1]]
-        given = command.make_context(method, words[2:]).params
-        engine = engine_named(given["engine"] or Run.engine)
-        assert set(renamed_words(engine_words(given["rest"]))) <= {
-            each.name for each in engine.known_options(method)
-        }, words
-    else:
-        command.make_context(words[0], words[1:])
+    given = command_named(words[0]).make_context(words[0], words[1:]).params
+    if words[0] == "train" and given.get("engine") != "ms-swift":
+        options = {word[2:].replace("-", "_") for word in given["rest"] if word.startswith("--")}
+        assert options <= trl_options(), words
 
 
 def command_named(name: str) -> click.Command:

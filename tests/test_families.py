@@ -26,9 +26,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderL
 import reshard
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
-from reshard.families import FAMILIES
-from reshard.families.config_entries import Key
-from reshard.families.config_map import EXPERT_COUNT_KEYS
 from reshard.oracle.transformers import Logits, load_model, transformers_logits
 from tests.genuine.huggingface import VARIANTS
 from tests.judges import (
@@ -337,9 +334,3 @@ def qwen3_next_mtp_logits(folder: Path) -> Logits:
         output = layer(hidden, attention_mask=causal, position_embeddings=angles, use_cache=False)
         logits: Logits = main.lm_head(norms["norm"](output)).numpy()
     return logits
-
-
-def test_the_keys_of_experts_are_those_that_families_declare() -> None:
-    entries = (entry for family in FAMILIES.values() for entry in family.config.entries)
-    declared = {entry.key for entry in entries if isinstance(entry, Key) and entry.arg == "num_experts"}
-    assert declared == {*EXPERT_COUNT_KEYS}

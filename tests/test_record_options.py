@@ -21,7 +21,6 @@ from reshard.base.options import (
     seconds_of,
     takes,
     with_options,
-    words_for,
     words_of_seconds,
 )
 from reshard.cli import cli
@@ -171,20 +170,6 @@ def test_the_arguments_of_a_function_are_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [
-        Asked(),
-        Asked(check=False, merge=True, lora=True, on_stall="stop", most=3, ranks=2, output=Path("/x")),
-        Asked(files=("a", "b"), name="y"),
-    ],
-)
-def test_words_ask_for_the_same_options(asked: Asked) -> None:
-    words = words_for(Asked, vars(asked))
-    assert given(*words) == repr(asked)
-    assert words or asked == Asked()
-
-
-@pytest.mark.parametrize(
     ("text", "seconds"), [("90", 90), ("90s", 90), ("1.5h", 5400), ("15m", 900), ("1d", 86400)]
 )
 def test_durations(text: str, seconds: float) -> None:
@@ -253,7 +238,7 @@ def test_the_first_options_of_a_function_may_need_no_names() -> None:
     assert "Merge both PATHs, unless `check` fails." in (inspect.getdoc(call) or "")
 
 
-@pytest.mark.parametrize(("name", "headings"), [("average", 4), ("verify", 1), ("export", 1)])
+@pytest.mark.parametrize(("name", "headings"), [("average", 4), ("verify", 1)])
 def test_only_many_options_have_several_headings(name: str, headings: int) -> None:
     found = cli.get_command(click.Context(cli), name)
     assert found and len(sections(found.params, click.Context(found))) == headings

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint import Checkpoint
     from reshard.live.python_api import from_pretrained, load_into
     from reshard.records.reshard_json import Integrity
-    from reshard.training.python_api import export, report, train
-    from reshard.training.start import Outcome
+    from reshard.training.python_api import train
+    from reshard.training.start import TrainingRun
     from reshard.transfer.plan import Plan
 
 __all__ = [
@@ -55,24 +55,22 @@ __all__ = [
     "Integrity",
     "Layout",
     "LazyTensor",
-    "Outcome",
     "Plan",
     "Problem",
     "Proof",
     "ReshardError",
     "SavedLayout",
+    "TrainingRun",
     "Weights",
     "__version__",
     "average",
     "convert",
     "diagnose",
     "doctor",
-    "export",
     "from_pretrained",
     "inspect",
     "load_into",
     "open",
-    "report",
     "stream",
     "support",
     "train",
@@ -97,8 +95,8 @@ _HOMES = {
     "reshard.live.python_api": ("from_pretrained", "load_into"),
     "reshard.records.reshard_json": ("Integrity",),
     "reshard.commands.inspection": ("Inspection",),
-    "reshard.training.python_api": ("export", "report", "train"),
-    "reshard.training.start": ("Outcome",),
+    "reshard.training.python_api": ("train",),
+    "reshard.training.start": ("TrainingRun",),
     "reshard.transfer.plan": ("Plan",),
     "reshard.commands.verification": ("Comparison",),
     "reshard.commands.lazy": ("LazyTensor",),

@@ -103,15 +103,11 @@ READING: dict[str, Callable[[Any, Path], tuple[object, ...]]] = {
     "--proof": lambda path, there: ("verify", there / "src", path, "--proof"),
     "doctor": lambda path, there: ("doctor", path),
     "--python": lambda path, there: ("doctor", "--python", path),
-    "export": lambda path, there: ("export", path, there / "dst"),
-    "report": lambda path, there: ("report", path),
 }
 WRITING: dict[str, Callable[[Any, Path], tuple[object, ...]]] = {
     "convert": lambda path, there: ("convert", there / "src", path, *MEGATRON),
-    "export": lambda path, there: ("export", there / "src", path),
     "inspect --html": lambda path, there: ("inspect", there / "src", "--html", path),
     "verify --html": lambda path, there: ("verify", there / "src", there / "src", "--html", path),
-    "report -o": lambda path, there: ("report", there / "src", "-o", path),
 }
 
 
@@ -198,8 +194,6 @@ def test_a_number_that_is_none(flag: str, value: str, place: Path) -> None:
         ("support", "everything"),
         ("support", "--jsn"),
         ("support", ""),
-        ("export",),
-        ("report",),
         ("inspect", "--iteration", "x", "src"),
         ("verify", "src", "--memory", "0"),
         ("doctor", "--lang", "fr"),
@@ -220,7 +214,6 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
     "verify one": lambda path, there: api.verify(path),
     "open": lambda path, there: api.open(path),
     "diagnose": lambda path, there: api.diagnose(path),
-    "export": lambda path, there: api.export(path, there / "dst"),
     "train": lambda path, there: api.train("sft", model=path, data=path, output=there / "dst"),
     "html": lambda path, there: api.inspect(there / "src", html=path),
 }

@@ -19,14 +19,10 @@ from reshard.cli import main
 from reshard.containers.safetensors import read_tensors
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.diagnosis import diagnose
+from reshard.guard.data.data_files import check_records
+from reshard.guard.data.records import SHAPES_OF_METHOD
 from reshard.stores.registry import is_url, parsed
 from reshard.stores.web import WebStore
-from reshard.training.data import load_dataset, read_records, tokens
-from reshard.training.data.mix import mix_of
-from reshard.training.data.records import SHAPES_OF_METHOD, seen
-from reshard.training.megatron.packed_rows import SampleCounts, pieces_of
-from reshard.training.run import Run
-from reshard.training.run_request import check, run_of
 from reshard.transfer.leftovers import recover, remove_unfinished, set_aside, unfinished
 from reshard.transfer.source_files import Sources
 from reshard.transfer.unfinished_marker import parsed_marker
@@ -279,48 +275,16 @@ def diagnosed(path: Path) -> None:
     diagnose(path)
 
 
-def request(path: Path) -> None:
-    """A config of `reshard train`, up to the first use of a framework."""
-    check(run_of("sft", {}, (), path))
-
-
-def record_of_run(path: Path) -> None:
-    """The files of a run, which another run resumes."""
-    json.dumps(Run.read(path).as_dict())
-
-
 def data(name: str) -> Open:
-    """A data file with this name, up to the point where a model sees tokens.
-
-    TRL gets a table of the records, preflight counts their tokens, and Megatron's rows are made from those.
-    """
+    """A data file with this name, whose records are checked for each method."""
 
     def opened(folder: Path) -> Take:
-        from tests.genuine.huggingface import make_tokenizer
-
-        tokenizer = make_tokenizer()
-
-        def tabled(path: Path, method: str) -> None:
-            load_dataset(mix_of(path), method)
-
-        def counted(path: Path, method: str) -> None:
-            rows = read_records(path, method, tokens.probe(tokenizer))
-            drawn = tokens.draw(seen(row, method) for row in rows)
-            tokens.lengths(*drawn, 64, lambda row: list(tokens.samples(row, tokenizer)))
-
-        def packed(path: Path, method: str) -> None:
-            if method == "sft":
-                rows = read_records(path, method)
-                found = (sample for row in rows for sample in tokens.samples(row, tokenizer))
-                list(pieces_of(found, 64, 1, SampleCounts()))
-
         def take(content: bytes) -> None:
             path = folder / name
             path.write_bytes(content)
             for method in SHAPES_OF_METHOD:
-                for step in (tabled, counted, packed):
-                    with suppress(ReshardError):
-                        step(path, method)
+                with suppress(ReshardError):
+                    check_records(path, method)
 
         return take
 

@@ -202,15 +202,6 @@ JSONS = [
     ' "stage3_gather_16bit_weights_on_model_save": true}, // why\n "optimizer": {"type": "AdamW",},}\n',
     '{"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "num_processes": 2}',
 ]
-TRAINING = (
-    "model: {model}\ndata: {data}\noutput: {output}\nengine: trl\nlora: true\nparallel: fsdp2\nnproc: auto\n"
-    "tp: 1\nlearning-rate: 1.0e-5\nnum_train_epochs: 3\nreport_to: [none]\nrendezvous: host:29500\n"
-)
-RUN = (
-    '{"method": "sft", "model": "/m", "data": "/d", "output": "/o", "engine": "trl", "lora": false, "parallel": "ddp",'
-    '"layout": {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "cp": 1}, "ranks": {"nproc": 2, "nnodes": 1, "node_rank": 0,'
-    '"rendezvous": null}, "reward": null, "resume": false, "merge": true, "options": {"learning_rate": 1e-5}}'
-)
 _ASK, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 _CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -260,13 +251,6 @@ def as_parquet(rows: list[dict[str, object]]) -> bytes:
              for row in rows]  # fmt: skip
     parquet.write_table(arrow.Table.from_pylist(plain), file)
     return file.getvalue()
-
-
-def training(folder: Path) -> list[bytes]:
-    """The config of a run whose model and data exist."""
-    (folder / "d.jsonl").write_bytes(as_lines(ROWS[0]))
-    model = DATA / "peers" / "bridge" / "base-mistral"
-    return encoded(TRAINING.format(model=model, data=folder / "d.jsonl", output=folder / "out"))
 
 
 def encoded(*texts: str) -> list[bytes]:

@@ -193,8 +193,6 @@ TARGETS: dict[str, Target] = {
     "url": _text(lambda: encoded(*seeds.URLS), directly(calls.url)),
     "marker": _json(lambda: encoded(seeds.MARKER), directly(calls.marker)),
     "arguments": _text(lambda: encoded(*seeds.ARGUMENTS), calls.arguments),
-    "train-config": Target(mutate.of_words, seeds.training, alone("sft.yaml", calls.request)),
-    "train-record": _json(lambda: encoded(seeds.RUN), alone("run.json", calls.record_of_run)),
     "train-data": Target(
         mutate.of_json_lines, lambda folder: seeds.rows_as(seeds.as_lines), calls.data("data.jsonl")
     ),

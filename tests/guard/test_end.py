@@ -27,7 +27,7 @@ from reshard.guard.end.final_folder import FinishedRun
 from reshard.guard.options import GuardOptions
 from reshard.guard.supervise.supervision import CommandOutcome
 from reshard.guard.watch.watcher import Notice
-from tests.train.trl_runs import server
+from tests.train.forked import server
 
 SCRIPT = """
 import os, signal

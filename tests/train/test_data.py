@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.training import data as training_data
-from reshard.training.data import (
-    load_dataset,
-    read_records,
-    tokens,
-)
-from reshard.training.data.mix import mix_of
-from reshard.training.data.record_faults import TemplateLimits
-from reshard.training.data.records import SHAPES_OF_METHOD
-from tests.train.conftest import chats, preferences, prompts, write_lines
+from reshard.guard.data.data_files import check_records
+from reshard.guard.data.records import SHAPES_OF_METHOD, shapes_of, standard
+from tests.train.conftest import preferences, prompts
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SHARE_GPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
@@ -48,33 +38,25 @@ def nested(depth: int) -> list[object]:
     return [nested(depth - 1)] if depth else []
 
 
-def problems_of(
-    path: Path, method: str = "sft", template: TemplateLimits = training_data.ANY_TEMPLATE
-) -> list[Problem]:
+def problems_of(path: Path, method: str = "sft") -> list[Problem]:
     with pytest.raises(ReshardError) as caught:
-        list(read_records(path, method, template))
+        check_records(path, method)
     return caught.value.problems
 
 
 @pytest.mark.parametrize(
-    ("method", "row", "standard"),
+    ("method", "row", "expected"),
     [
         ("sft", {"messages": CHAT, "id": 7}, {"messages": CHAT}),
         ("sft", {"conversations": SHARE_GPT}, {"messages": CHAT}),
-        (
-            "sft",
-            {"system": "Be brief", "conversations": SHARE_GPT},
-            {"messages": [{"role": "system", "content": "Be brief"}, *CHAT]},
-        ),
         ("sft", {"conversations": CHAT}, {"messages": CHAT}),
         ("sft", {"conversations": [*CALL, SHARE_GPT[1]]}, {"messages": [CHAT[0], CALLED, CHAT[1]]}),
         ("sft", {"instruction": "Hi", "input": "", "output": "Hello"}, {"messages": CHAT}),
         (
             "sft",
-            {"instruction": "a", "input": "b", "output": "c", "history": [["Hi", "Hello"]], "system": "d"},
+            {"instruction": "a", "input": "b", "output": "c", "history": [["Hi", "Hello"]]},
             {
                 "messages": [
-                    {"role": "system", "content": "d"},
                     *CHAT,
                     {"role": "user", "content": "a\nb"},
                     {"role": "assistant", "content": "c"},
@@ -119,9 +101,11 @@ def problems_of(
     ],
 )
 def test_each_shape_is_read_as_trl_takes_it(
-    tmp_path: Path, method: str, row: dict[str, Any], standard: dict[str, Any]
+    tmp_path: Path, method: str, row: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    assert list(read_records(lines(tmp_path / "a.jsonl", row, row), method)) == [standard, standard]
+    (shape,) = shapes_of(row, method)
+    assert standard(row, shape) == expected
+    assert check_records(lines(tmp_path / "a.jsonl", row, row), method) == {shape: 2}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +118,7 @@ def test_each_shape_is_read_as_trl_takes_it(
             "sft",
             {"messages": CHAT, "text": "a"},
             "a record could be chat or plain text",
-            "--data-shape chat or",
+            "leave out the columns",
         ),
         ("sft", {"instruction": ["a"], "output": "b"}, '"instruction" has the wrong type', None),
         ("sft", {"instruction": "a", "output": "b", "history": ["c"]}, '"history" has the wrong type', None),
@@ -254,17 +238,6 @@ def test_all_wrong_records_are_named_at_once_and_those_beyond_twelve_counted(tmp
     assert problems[-1].message == "8 more records are wrong"
 
 
-def test_turns_are_held_against_what_the_template_refuses(tmp_path: Path) -> None:
-    twice = {"messages": [CHAT[0], CHAT[0], CHAT[1]]}
-    system = {"messages": [{"role": "system", "content": ""}, *CHAT]}
-    path = lines(tmp_path / "a.jsonl", {"messages": CHAT}, twice, system)
-    assert len(list(read_records(path, "sft"))) == 3
-    template = TemplateLimits(refuses_system=True, refuses_repeated=True)
-    turns, no_system = problems_of(path, template=template)
-    assert turns.file == f"{path}:2" and "user twice in a row" in str(turns.found)
-    assert no_system.file == f"{path}:3" and "no system message" in no_system.message
-
-
 def test_records_of_two_shapes_in_one_file_are_refused(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"text": "a"}, {"messages": CHAT}, {"text": "b"})
     (problem,) = problems_of(path)
@@ -287,157 +260,19 @@ def test_shapes_of_the_documentation_are_detected(tmp_path: Path) -> None:
     for method, shape, record in rows:
         text = iter("abcdefgh")
         row = json.loads(re.sub("…", lambda _: next(text), record))  # noqa: B023
-        found: Counter[str] = Counter()
-        assert len(list(read_records(lines(tmp_path / "a.jsonl", row), method, shapes=found))) == 1
-        assert found == {shape: 1}
-
-
-def test_a_record_of_several_shapes_is_what_was_chosen(tmp_path: Path) -> None:
-    row = {"instruction": "Hi", "input": "", "output": "Hello", "text": "### Hi\nHello"}
-    path = lines(tmp_path / "alpaca.jsonl", row)
-    assert list(read_records(path, "sft", chosen="alpaca")) == [{"messages": CHAT}]
-    assert list(read_records(path, "sft", chosen="plain-text")) == [{"text": "### Hi\nHello"}]
-    assert list(read_records(lines(path, {"text": "a"}), "sft", chosen="alpaca")) == [{"text": "a"}]
-
-
-def test_a_system_message_is_for_chats_that_have_none(tmp_path: Path) -> None:
-    system = {"role": "system", "content": "Be brief"}
-    own = {"role": "system", "content": "Be long"}
-    path = lines(tmp_path / "a.jsonl", {"messages": CHAT}, {"messages": [own, *CHAT]})
-    found = [row["messages"] for row in read_records(path, "sft", system="Be brief")]
-    assert found == [[system, *CHAT], [own, *CHAT]]
-    pair = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [NO]}
-    (row,) = read_records(lines(path, pair), "dpo", system="Be brief")
-    assert row == {**pair, "prompt": [system, CHAT[0]]}
-
-
-@pytest.mark.parametrize("tools", [[], "[]", None, "null", [{"name": "f"}], '[{"name": "f"}]'])
-def test_tools_may_be_a_list_or_its_json(tokenizer: Any, tmp_path: Path, tools: object) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [{"messages": CHAT, "tools": tools}])
-    (row,) = read_records(path, "sft")
-    (sample,) = tokens.samples(row, tokenizer)
-    assert sample.ids == tokens.samples({"messages": CHAT}, tokenizer)[0].ids
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny: Callable[..., Path]) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(tiny("qwen3"))
-
-
-def test_samples_are_those_that_trl_makes(tokenizer: Any, tiny: Callable[..., Path], tmp_path: Path) -> None:
-    from trl import SFTConfig, SFTTrainer
-
-    shapes = {
-        "chat": [{"messages": row["messages"]} for row in chats()[:2]],
-        "text": [{"text": "What is it?"}, {"text": "A plus"}],
-        "completion": [{"prompt": "What is", "completion": " it?"}] * 2,
-        "messages": [{"prompt": CHAT[:1], "completion": CHAT[1:]}] * 2,
-    }
-    for name, rows in shapes.items():
-        path = write_lines(tmp_path / f"{name}.jsonl", rows)  # type: ignore[arg-type]
-        config = SFTConfig(
-            output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=None
-        )
-        trainer = SFTTrainer(
-            model=str(tiny("qwen3")),
-            args=config,
-            train_dataset=load_dataset(mix_of(path), "sft"),
-            processing_class=tokenizer,
-        )
-        for row, theirs in zip(rows, trainer.train_dataset, strict=True):
-            (ours,) = tokens.samples(row, tokenizer)
-            assert ours.ids == theirs["input_ids"], name
-            assert ours.learned == [label != -100 for label in theirs["labels"]], name
-
-
-def test_of_a_chat_only_the_words_of_the_assistant_can_be_learned(tokenizer: Any) -> None:
-    messages = [*CHAT, {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
-    (sample,) = tokens.samples({"messages": messages}, tokenizer, tokens.LossCoverage(assistant_only=True))
-    learned = [index for index, flag in zip(sample.ids, sample.learned, strict=True) if flag]
-    assert tokenizer.decode(learned) == "Hello<|im_end|>\nHi<|im_end|>\n"
-
-
-def test_lengths_count_what_is_cut_and_what_teaches_nothing(tokenizer: Any) -> None:
-    rows = [{"prompt": "What is the answer?", "completion": " it"}, {"prompt": "A", "completion": " it"}]
-    sample = partial(tokens.samples, tokenizer=tokenizer)
-    full = [sample(row)[0] for row in rows]
-    limit = full[0].learned.index(True)
-    counted = tokens.lengths(2, rows, limit, sample)
-    assert (counted.cut, counted.empty) == (1, 1)
-    assert counted.longest == len(full[0].ids)
-    assert counted.tokens == limit + len(full[1].ids)
-    assert tokens.lengths(2, rows, None, sample).cut == 0
-
-
-def test_many_records_are_told_by_some_that_are_drawn_evenly(tokenizer: Any) -> None:
-    rows = [{"text": "it" if number < 500 else "it it it"} for number in range(1000)]
-    sample = partial(tokens.samples, tokenizer=tokenizer)
-    count, drawn = tokens.draw(iter(rows), 100)
-    assert (count, len(drawn)) == (1000, 100)
-    assert 25 < sum(row["text"] == "it" for row in drawn) < 75
-    counted = tokens.lengths(count, drawn, None, sample)
-    exact = tokens.lengths(1000, rows, None, sample)
-    assert counted.tokens == pytest.approx(exact.tokens, rel=0.15)
-
-
-def test_what_a_template_refuses_is_found_by_asking_it(tokenizer: Any) -> None:
-    from copy import deepcopy
-
-    folder = str(tokenizer.name_or_path)
-    assert tokens.probe(tokenizer) == TemplateLimits(folder=folder)
-    strict = deepcopy(tokenizer)
-    strict.chat_template = (
-        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
-    )
-    assert tokens.probe(strict) == TemplateLimits(refuses_system=True, refuses_repeated=True, folder=folder)
-    with pytest.raises(ReshardError, match="roles must alternate"):
-        tokens.samples({"messages": [CHAT[0], CHAT[0]]}, strict)
+        assert check_records(lines(tmp_path / "a.jsonl", row), method) == {shape: 1}
 
 
 @pytest.mark.parametrize(
-    ("template", "drops"),
+    ("row", "code"),
     [
-        ("{{ '' }}", ("system", "user", "assistant")),
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", ("system", "assistant")),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", ()),
-        (
-            "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}",
-            ("user", "assistant"),
-        ),
+        ({"input_ids": [1, -2]}, "tokens-not-ids"),
+        ({"input_ids": []}, "tokens-not-ids"),
+        ({"input_ids": "1 2"}, "tokens-not-ids"),
+        ({"input_ids": [1, 2], "labels": [1]}, "tokens-of-several-lengths"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "labels-differ-from-tokens"),
     ],
 )
-def test_messages_that_a_template_leaves_out_are_named(
-    tokenizer: Any, tmp_path: Path, template: str, drops: tuple[str, ...]
-) -> None:
-    from copy import deepcopy
-
-    path = lines(tmp_path / "a.jsonl", {"messages": CHAT}, {"messages": CHAT}, {"messages": CHAT})
-    silent = deepcopy(tokenizer)
-    silent.chat_template = template
-    found = tokens.probe(silent)
-    assert found.drops == drops
-    if said := [role for role in drops if role != "system"]:
-        (problem,) = problems_of(path, template=found)
-        assert problem.code == "chat-template-drops-messages" and problem.message.endswith(" and ".join(said))
-        assert problem.file == f"{path}:1, {path}:2, {path}:3" and found.folder in str(problem.rule)
-        assert "chat_template.jinja" in str(problem.remedy)
-
-
-def test_a_record_that_a_template_renders_to_nothing_is_refused(tokenizer: Any) -> None:
-    from copy import deepcopy
-
-    silent = deepcopy(tokenizer)
-    silent.chat_template = "{% if messages[0].content != 'Hi' %}{{ messages[0].content }}{% endif %}"
-    hi = [{"role": "user", "content": "Hi"}, CHAT[1]]
-    for row in (
-        {"messages": hi},
-        {"prompt": hi[:1]},
-        {"prompt": hi[:1], "chosen": hi[1:], "rejected": hi[1:]},
-    ):
-        with pytest.raises(ReshardError, match="a record has no tokens") as raised:
-            tokens.lengths(1, [row], None, partial(tokens.samples, tokenizer=silent))
-        assert "Hi" in str(raised.value.problems[0].found)
-    assert tokens.samples({"prompt": [{"role": "user", "content": "Hello"}]}, silent)
+def test_wrong_rows_of_tokens_are_named_by_line(row: dict[str, Any], code: str, tmp_path: Path) -> None:
+    path = lines(tmp_path / "data.jsonl", {"input_ids": [5, 9]}, row)
+    assert [(each.code, each.file) for each in problems_of(path)] == [(code, f"{path}:2")]

@@ -1,9 +1,8 @@
-"""Data files: JSON, lines, Parquet and compressed ones; folders, digests, and damage."""
+"""Data files: JSON, lines, Parquet and compressed ones; folders, and damage."""
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -12,24 +11,15 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.training import data as training_data
-from reshard.training.data import (
-    digest,
-    digests,
-    files_of,
-    held_out,
-    load_dataset,
-    read_records,
-)
-from reshard.training.data.mix import mix_of
+from reshard.guard.data.data_files import check_records, files_of
 from tests.train.conftest import chats
-from tests.train.test_data import CHAT, lines, problems_of
+from tests.train.test_data import lines, problems_of
 
 
 def test_a_byte_order_mark_windows_line_ends_and_blank_lines_do_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n{"text": "b"}')
-    assert [row["text"] for row in read_records(path, "sft")] == ["a", "b"]
+    assert check_records(path, "sft") == {"plain text": 2}
 
 
 def test_a_last_line_that_is_cut_off_is_told_from_a_wrong_one(tmp_path: Path) -> None:
@@ -69,8 +59,8 @@ def test_compressed_lines_and_parquet_hold_the_same_records(tmp_path: Path) -> N
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert list(read_records(tmp_path / "a.jsonl.gz", "sft")) == rows
-    assert list(read_records(tmp_path / "a.parquet", "sft")) == rows
+    assert check_records(tmp_path / "a.jsonl.gz", "sft") == {"chat": 64}
+    assert check_records(tmp_path / "a.parquet", "sft") == {"chat": 64}
     parquet.write_table(arrow.Table.from_pylist([*rows, {"messages": []}]), tmp_path / "b.parquet")
     assert problems_of(tmp_path / "b.parquet")[0].file == f"{tmp_path}/b.parquet: row 65"
 
@@ -112,20 +102,14 @@ def test_a_folder_is_all_its_data_files_in_order(tmp_path: Path) -> None:
     lines(tmp_path / "part/c.json", {"text": "3"})
     (tmp_path / "README.md").write_text("about")
     (tmp_path / ".hidden.jsonl").write_text("nothing")
-    assert [row["text"] for row in read_records(tmp_path, "sft")] == ["1", "2", "3"]
-
-
-def test_files_that_are_named_after_a_split_for_evaluation_are_found(tmp_path: Path) -> None:
-    for name in ("train.jsonl", "test-00000-of-00001.jsonl", "contest.jsonl"):
-        lines(tmp_path / name, {"text": "1"})
-    assert [file.name for file in held_out(tmp_path)] == ["test-00000-of-00001.jsonl"]
-    assert held_out(tmp_path / "test-00000-of-00001.jsonl") == []
+    assert [file.name for file in files_of(tmp_path)] == ["a.jsonl", "b.jsonl", "c.json"]
+    assert check_records(tmp_path, "sft") == {"plain text": 3}
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "there is no data"),
+        (lambda path: None, "no data here"),
         (lambda path: path.mkdir(), "there are no data files"),
         (lambda path: path.write_text("a,b"), "there are no data files"),
     ],
@@ -139,33 +123,3 @@ def test_no_data_is_said(tmp_path: Path, make: Callable[[Path], object], message
 
 def test_a_file_of_blank_lines_is_empty(tmp_path: Path) -> None:
     assert problems_of(lines(tmp_path / "a.jsonl", "", ""))[0].message == "the data is empty"
-
-
-def test_datasets_take_it_whatever_columns_later_records_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training_data, "ARROW_BATCH_ROWS", 2)
-    called = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
-    rows = [{"messages": CHAT}, {"messages": CHAT}, {"messages": called, "tools": [{"name": "f"}]}]
-    dataset = load_dataset(mix_of(lines(tmp_path / "a.jsonl", *rows)), "sft")
-    assert len(dataset) == 3
-    assert dataset[2]["messages"][1]["tool_calls"] == [{"function": {"name": "f"}}]
-    assert dataset[0]["messages"][1]["content"] == "Hello"
-    assert dataset[0]["tools"] is None
-
-
-def test_a_column_of_several_types_is_named(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "two"})
-    with pytest.raises(ReshardError, match='"answer" has values of several types'):
-        load_dataset(mix_of(path), "grpo")
-
-
-def test_the_digest_is_that_of_sha256sum(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", {"text": "a"})
-    whole = hashlib.sha256(path.read_bytes()).hexdigest()
-    assert digest(path) == whole
-    assert digests(path) == {"a.jsonl": {"sha256": whole, "bytes": path.stat().st_size}}
-    assert digest(tmp_path) == hashlib.sha256(f"{whole}  a.jsonl\n".encode()).hexdigest()
-    before = digest(tmp_path)
-    lines(tmp_path / "b.jsonl", {"text": "b"})
-    assert digest(tmp_path) != before

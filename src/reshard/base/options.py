@@ -200,21 +200,6 @@ def part_of(record: type[T], options: object) -> T:
     return record(**{each.name: getattr(options, each.name) for each in fields(cast(Any, record))})
 
 
-def words_for(record: type, values: Mapping[str, Any]) -> list[str]:
-    """The words of a command line that gives options these values, without those that are the defaults."""
-    words: list[str] = []
-    for each in options_of(record):
-        value = values.get(each.name)
-        if value is None or value == each.default:
-            continue
-        if each.kind is bool:
-            words.append(str(each.flag if value else each.off))
-        else:
-            several = value if each.kind is Sequence else [value]
-            words += [word for one in several for word in (each.flag, str(one))]
-    return words
-
-
 @dataclass(frozen=True)
 class Names:
     """Names that an option takes: some of them, and the function that knows one. It raises ReshardError for others."""

@@ -34,27 +34,6 @@ def yaml_of(content: bytes, loader: type[BoundedLoader] | None = None) -> Any:
         raise ValueError(str(error)) from error
 
 
-def repeated_keys(content: bytes) -> dict[str, list[int]]:
-    """Keys that a mapping anywhere in a valid YAML text has more than once, and their lines. Loaders keep the last."""
-    found: dict[str, list[int]] = {}
-    waiting, seen = [BoundedLoader(content.decode("utf-8")).get_single_node()], set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen or not isinstance(node, yaml.CollectionNode):
-            continue
-        seen.add(node)
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-            continue
-        lines: dict[str, list[int]] = {}
-        for key, value in node.value:
-            waiting.append(value)
-            if isinstance(key, yaml.ScalarNode):
-                lines.setdefault(key.value, []).append(key.start_mark.line + 1)
-        found |= {key: each for key, each in lines.items() if len(each) > 1}
-    return found
-
-
 class BoundedLoader(yaml.SafeLoader):
     """A safe loader of bounded time: it expands at most `MAX_YAML_VALUES` values. Raises YAMLError for more."""
 

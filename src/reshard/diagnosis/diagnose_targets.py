@@ -35,11 +35,9 @@ from reshard.diagnosis.targets.run_folders import (
     MAX_LOGS,
     configs_in,
     logs_in,
-    problems_in,
 )
 from reshard.diagnosis.text.log import Log
 from reshard.diagnosis.text.text_files import CONFIG_SUFFIXES, PROBED_BYTES, SHELL_SUFFIXES, encoding_of
-from reshard.diagnosis.unknown_failure import WORKER_TRACEBACK_MISSING
 from reshard.stores import as_path, typed_path
 
 if TYPE_CHECKING:
@@ -238,22 +236,16 @@ class _Seen:
 
     def _of_folder(self, folder: Path) -> Sequence[Finding]:
         """The findings of a checkpoint, or of the folder of a run with its logs and configs."""
-        from reshard.diagnosis.targets.checkpoint_problems import of_recorded
         from reshard.diagnosis.targets.training_configs import diagnose_config
 
-        logs, configs, recorded = logs_in(folder), configs_in(folder), problems_in(folder)
-        found = [of_recorded(problem, folder) for problem in recorded]
+        logs, configs = logs_in(folder), configs_in(folder)
+        found: list[Finding] = []
         without_weights: ReshardError | None = None
         try:
             found += self._of_weights(folder)
         except ReshardError as error:
             without_weights = error
-        known = {problem.message for problem in recorded}
-        found += [
-            each
-            for each in self._of_logs(folder, logs)
-            if each.message.en not in known and not (recorded and each.code == WORKER_TRACEBACK_MISSING)
-        ]
+        found += self._of_logs(folder, logs)
         for path in configs:
             with suppress(ReshardError):  # files of other tools
                 found += diagnose_config(str(path))

@@ -204,9 +204,6 @@ QWEN_EXPERTS: tuple[ConfigEntry, ...] = (
 )
 
 
-EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""The keys in which configs have the number of experts of a layer."""
-
 LATENT_ATTENTION: tuple[ConfigEntry, ...] = (
     Const(args={"multi_latent_attention": True}, config={"attention_bias": False}),
     LatentRope(),

@@ -7,7 +7,7 @@ In a script, an explained error is raised before a known failure, and others are
     reshard.guard.check(model, optimizer)          # after wrapping the model, before the first step
     with reshard.guard.explained():                # adds cause and remedy to any exception inside
         trainer.train()
-    trainer.add_callback(reshard.guard.callback()) # checks when training begins
+    trainer.add_callback(reshard.guard.callback()) # checks, saves on a signal, and never saves NaN
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard.base.options import takes
-from reshard.guard.in_script import callback, check, explained
+from reshard.guard.in_script import check, explained
 from reshard.guard.options import GuardOptions
 from reshard.guard.watch.stack_signal import announce
 
@@ -48,6 +48,18 @@ def run(words: Sequence[str], **options: Any) -> EndReport:
     from reshard.guard.guarded_run import run_guarded  # not needed by a script that only checks
 
     return run_guarded(words, options)
+
+
+def callback(nan_steps: int = 1) -> Any:
+    """A TrainerCallback that keeps a run of transformers' or TRL's Trainer safe.
+
+    It checks the model and its optimizer when training begins. After SIGTERM, SIGINT, SIGUSR1 or SIGHUP on any rank,
+    all ranks finish the step, save a checkpoint and exit with 128 + N. Weights that are NaN or infinite are never
+    saved, and `nan_steps` logged losses in a row that are NaN or infinite end the run; with 0, they do not.
+    """
+    from reshard.guard.trainer_callback import GuardCallback
+
+    return GuardCallback(nan_steps)
 
 
 announce()

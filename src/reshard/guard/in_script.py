@@ -298,25 +298,3 @@ def _diagnosis(error: Exception) -> str:
         f"{why}{finding.rule.of(language)}\n{cure}{finding.remedy.of(language)}"
         for finding in known[:1]
     )
-
-
-def callback() -> Any:
-    """A TrainerCallback that checks the model when training begins, and the loss whenever it is logged."""
-    from transformers import TrainerCallback
-
-    class Guard(TrainerCallback):  # type: ignore[misc]
-        """Checks what the Trainer has prepared, and what it logs."""
-
-        def __init__(self) -> None:
-            self._rule = NanRule()
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            check(given["model"], given.get("optimizer"))
-
-        def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            loss = read_record(given.get("logs") or {}).loss
-            bad = self._rule.add(loss, f"step {state.global_step}")
-            if self._rule.ends(bad):
-                raise ReshardError(not_finite(bad, loss))
-
-    return Guard()

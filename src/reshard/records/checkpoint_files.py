@@ -16,7 +16,7 @@ from reshard.transfer.source_files import Sources
 _NEVER_REPLACED = (
     *("README.md", "LICENSE*", ".gitattributes", "training_args.bin", "trainer_state.json", "progress.txt"),
     *("optimizer.pt", "optimizer_state.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "scaler.pt"),
-    *("rng_state*.pth", "random_states_*.pkl", "zero_to_fp32.py", "args.json", "run.json", "saved.json"),
+    *("rng_state*.pth", "random_states_*.pkl", "zero_to_fp32.py", "args.json"),
 )
 """Files that the Hub and trainers write next to a model, and that no loader of weights reads: nothing replaces them."""
 

@@ -1,6 +1,6 @@
 """The folder of a training run: its logs and configs, next to its checkpoints.
 
-`reshard train`, Trainer, ms-swift, LLaMA-Factory, verl, torchrun (`--log-dir`) and Slurm name these files differently.
+Trainer, ms-swift, LLaMA-Factory, verl, torchrun (`--log-dir`) and Slurm name these files differently.
 A few patterns cover them.
 """
 
@@ -11,17 +11,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from reshard.base.errors import UNUSABLE, Problem, ReshardError
-from reshard.base.plain_json import JSON_MOST, json_of
 from reshard.diagnosis.text.text_files import PROBED_BYTES, encoding_of
 
 LOG_PATTERNS = ("*.log", "*.out", "*.err", "log*.txt", "*log.txt", "std*.txt")
 CONFIG_PATTERNS = ("*.yaml", "*.yml", "ds*.json", "*deepspeed*.json", "zero*.json")
 CHECKPOINT_PATTERNS = ("checkpoint-*", "iter_*", "global_step*", "epoch_*", "*.distcp", "huggingface")
-PROBLEM_FILE = "problems.json"
-"""The file in which `reshard train` records why a run ended."""
-ARGUMENT_FILES = ("args.json", "run.json")
-"""Files in which ms-swift and `reshard train` record their arguments."""
+ARGUMENT_FILES = ("args.json",)
+"""The file in which ms-swift records its arguments."""
 MAX_DEPTH = 4
 """Levels of folders that are searched: torchrun puts logs three levels below the given folder."""
 MAX_LOGS = 500
@@ -41,15 +37,6 @@ def configs_in(folder: Path) -> list[Path]:
         *(folder / name for name in ("config", "configs", ".hydra") if (folder / name).is_dir()),
     ]
     return [path for place in places for path in _files(place, CONFIG_PATTERNS)]
-
-
-def problems_in(folder: Path) -> list[Problem]:
-    """Why a run of `reshard train` ended, as its ranks recorded it."""
-    from reshard.transfer.source_files import Sources
-
-    with suppress(OSError, ReshardError, *UNUSABLE):  # a file of another program
-        return [Problem(**each) for each in json_of(Sources().read(folder / PROBLEM_FILE, JSON_MOST))]
-    return []
 
 
 def _folders(folder: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:

@@ -16,7 +16,6 @@ from reshard.folders import iterations
 from reshard.folders.find_weights import STEPS
 from reshard.formats import detect, huggingface, open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
-from reshard.guard.end.completeness import lacking
 from reshard.guard.end.finite_weights import diverged
 from reshard.stores.checkpoint_names import declared
 
@@ -223,7 +222,7 @@ def _lost(folder: Path) -> list[str]:
     """What shows that a checkpoint was not finished, or is damaged, besides its weights."""
     if folder.is_file():
         return [] if _is_whole(folder) else ["it is cut off"]
-    return [*lacking(folder), *_untracked(folder), *_cut(folder)]
+    return [*_untracked(folder), *_cut(folder)]
 
 
 def _untracked(folder: Path) -> Iterator[str]:

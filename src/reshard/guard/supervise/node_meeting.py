@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import ReshardError
 from reshard.base.plain_json import json_of
 
 NodeMessage = Mapping[str, Any]
@@ -120,45 +120,6 @@ class NodeMeeting:
                     return list(_messages(answer))
             time.sleep(RETRY_SECONDS)
         return []
-
-
-def refuse(port: int, others: int, problems: Sequence[Problem]) -> None:
-    """On node 0: send the refusal to `others` nodes. Those that connect after `WAIT_SECONDS` do not receive it."""
-    message = REFUSAL_PREFIX + "; ".join(problem.message for problem in problems).encode()[:1000] + b"\n"
-    deadline = time.monotonic() + WAIT_SECONDS
-    with suppress(OSError), socket.create_server(("", port)) as server:
-        for _ in range(others):
-            server.settimeout(max(deadline - time.monotonic(), 0.01))
-            guest, _ = server.accept()
-            with guest:
-                guest.sendall(message)
-
-
-def wait_for_first(host: str, port: int) -> None:
-    """On other nodes: wait until the ranks can meet. Raises ReshardError if node 0 refuses or does not answer."""
-    deadline = time.monotonic() + CHECK_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            with socket.create_connection((host, port), RETRY_SECONDS * 5) as connection:
-                said = _line(connection)
-        except OSError:  # nothing listens yet
-            time.sleep(RETRY_SECONDS)
-            continue
-        if said.startswith(REFUSAL_PREFIX):
-            raise ReshardError(
-                "node-0-refuses",
-                "node 0 refuses the run",
-                found=said.removeprefix(REFUSAL_PREFIX).decode("utf-8", "replace").strip(),
-                remedy="see what node 0 prints, and run the same command again on all of them",
-            )
-        return
-    raise ReshardError(
-        "node-0-silent",
-        "node 0 does not answer",
-        expected=f"the same command there, and a network route to {host}:{port}",
-        found=f"nobody listened for {CHECK_SECONDS / 60:.0f} minutes",
-        remedy="see what node 0 prints; check the address, and firewalls between the nodes",
-    )
 
 
 def _serve(port: int, deadline: float) -> socket.socket | None:

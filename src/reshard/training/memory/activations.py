@@ -1,7 +1,7 @@
 """What a forward pass keeps for the backward pass, in bytes per token: counted from the operations of a layer.
 
-The layer is that of transformers 5 (`Qwen3DecoderLayer` and similar ones) and of megatron-core 0.16 with the local
-spec. Each operation keeps what its gradient needs: a product both factors, a linear layer its input, a norm the input
+The layer is that of transformers 5 (`Qwen3DecoderLayer` and similar ones). Each
+operation keeps what its gradient needs: a product both factors, a linear layer its input, a norm the input
 in float32 and the normalized values, attention its queries, keys, values and output.
 """
 
@@ -107,19 +107,14 @@ class KeptBytes:
 
     They differ under autocast, where weights and residual stream have 32 bits. `frozen` weights need no gradient, so
     nothing is kept for it. `repeated` keys and values are as wide as queries: sdpa needs that if there is a mask.
-    Tensor parallelism divides by `tp`, sequence parallelism divides more tensors by `sp`; `scores` is the bytes per
-    element of the attention matrix, if it is kept; `fused` norms keep only their input.
+    `scores` is the bytes per element of the attention matrix, if it is kept.
     """
 
     computed: int = 2
     residual: int = 2
     frozen: bool = False
     repeated: bool = False
-    tp: int = 1
-    sp: int = 1
     scores: int = 0
-    fused: bool = False
-    joined: bool = False
 
 
 def of_layers(widths: LayerWidths, kept: KeptBytes, length: int) -> int:
@@ -143,18 +138,16 @@ def of_one_layer(widths: LayerWidths, kept: KeptBytes, length: int) -> int:
 
 def of_ends(widths: LayerWidths, kept: KeptBytes) -> int:
     """Bytes per token that the last norm keeps, and the head for its input."""
-    return (_norm(widths.hidden, kept) + kept.computed * widths.hidden) // kept.sp
+    return _norm(widths.hidden, kept) + kept.computed * widths.hidden
 
 
 def between_layers(widths: LayerWidths, kept: KeptBytes) -> int:
     """Bytes per token passed from layer to layer: all that is kept if layers are recomputed."""
-    return kept.residual * widths.hidden // kept.sp
+    return kept.residual * widths.hidden
 
 
 def _norm(width: int, kept: KeptBytes) -> int:
     """The input in float32, and unless the weight is frozen, the factor that is multiplied with it."""
-    if kept.fused:
-        return width * kept.computed
     return width * (4 + (0 if kept.frozen else kept.residual))
 
 
@@ -166,35 +159,22 @@ def _linears(width: int, count: int, kept: KeptBytes) -> int:
 
 def _attention(widths: LayerWidths, kept: KeptBytes, length: int) -> int:
     w, c = widths, kept.computed
-    copies = max(kept.tp // w.groups, 1)  # of each key and value: ranks that share a group all have them
-    own_key, own_value = w.key * copies, w.value * copies
-    key, value = (w.query, w.query) if kept.repeated else (own_key, own_value)
+    key, value = (w.query, w.query) if kept.repeated else (w.key, w.value)
     inner = c * (w.query + key + value + w.query)  # the input and output of attention
     inner += w.heads * (4 + kept.scores * length)  # the sum of each row; the matrix, unless it is recomputed
     if w.qk_norm:
-        inner += _norm(w.query, kept) + _norm(own_key, kept)
-    if kept.joined and (
-        w.qk_norm or not kept.repeated
-    ):  # the full tensor is kept as well: the norm's keys, or the values
-        inner += c * (w.query + w.key + w.value) * (kept.tp if copies > 1 else 1)  # sharers gather all of it
-        inner -= c * (own_key * w.qk_norm + own_value * (not kept.repeated))
-    return (_norm(w.hidden, kept) + _linears(w.hidden, 3, kept)) // kept.sp + inner // kept.tp
+        inner += _norm(w.query, kept) + _norm(w.key, kept)
+    return _norm(w.hidden, kept) + _linears(w.hidden, 3, kept) + inner
 
 
 def _mlp(hidden: int, ffn: int, kept: KeptBytes) -> int:
     """Gate, activated gate and up, and their product, which is the input of the last linear layer."""
-    inner = kept.computed * _between(ffn, kept) + _linears(ffn, 1, kept)
-    return (_norm(hidden, kept) + _linears(hidden, 2, kept)) // kept.sp + inner // kept.tp
-
-
-def _between(ffn: int, kept: KeptBytes) -> int:
-    """Gate, activated gate, up; Megatron-Core adds an offset to up and keeps the sum (`glu` in `mlp.py`)."""
-    return (4 if kept.joined else 3) * ffn
+    inner = kept.computed * 3 * ffn + _linears(ffn, 1, kept)
+    return _norm(hidden, kept) + _linears(hidden, 2, kept) + inner
 
 
 def _experts(widths: LayerWidths, kept: KeptBytes) -> int:
     """Each expert has its own tokens: their input and output are kept in addition to what an MLP keeps."""
     w, c = widths, kept.computed
-    routed = w.experts * c * (2 * w.hidden + _between(w.expert_ffn, kept) + w.expert_ffn) // kept.tp
-    shared = c * (_between(w.shared_ffn, kept) + w.shared_ffn) // kept.tp
-    return (_norm(w.hidden, kept) + c * w.hidden + (4 + c) * w.router) // kept.sp + routed + shared
+    routed = w.experts * c * (2 * w.hidden + 4 * w.expert_ffn)
+    return _norm(w.hidden, kept) + c * w.hidden + (4 + c) * w.router + routed + 4 * c * w.shared_ffn

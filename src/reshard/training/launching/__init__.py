@@ -1,1 +1,0 @@
-"""Starts the ranks of a run, follows them until they end, and says why one failed."""

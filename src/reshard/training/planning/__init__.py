@@ -1,1 +1,0 @@
-"""Plans for machines that are not at hand: which ones fit, and which is fastest."""

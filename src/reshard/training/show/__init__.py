@@ -1,1 +1,0 @@
-"""What users see of a run: metrics, progress line, report, trackers."""
