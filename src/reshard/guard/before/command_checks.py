@@ -19,6 +19,7 @@ from reshard.diagnosis.remedy_spelling import RunTools, spelled
 from reshard.diagnosis.targets.environments import diagnose_environment
 from reshard.guard.before import checkpoint_output, resources
 from reshard.guard.before.command_python import PythonQuestion
+from reshard.guard.before.data_records import data_problems
 from reshard.guard.command.command_settings import FOREIGN_CONFIG_OPTIONS, plain_source, source_of
 from reshard.guard.command.read_command import TrainingCommand
 
@@ -54,6 +55,7 @@ def check(command: TrainingCommand) -> Checked:
     environment = checked.environment = answer.environment
     checked.problems += _missing(command, answer.missing)
     checked.problems += resources.port(command, environment)
+    checked.problems += data_problems(command)
     findings = list(_of_files(command, answer.versions, checked))
     findings += _of_environment(command, environment, text) if environment else []
     usage = RunTools()

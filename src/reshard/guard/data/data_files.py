@@ -56,29 +56,43 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def check_records(path: Path, method: str) -> Counter[str]:
-    """The number of records of each shape in a file or folder.
+    """The number of records of each shape in a file or folder. Without a `method`, records may have any columns.
 
     Raises ReshardError with all faulty records, by file and line; of many that are alike, the first ones are named.
     """
-    faulty, shapes, first = _Faulty(), Counter[str](), None
+    faulty, checker, count = _Faulty(), _RecordChecker(method), 0
     for folder, where, row in _rows(path):
-        problems = [row] if isinstance(row, Problem) else list(faults(row, method))
-        if not problems:
-            (shape,) = shapes_of(row, method)
-            shapes[shape] += 1
-            clean = standard(row, shape)
-            kind = kind_of(clean)
-            first = first or (kind, where)
-            problems = list(unreadable(clean, folder))
-            problems += [] if kind == first[0] else [_mixed(kind, *first)]
-        if problems:
-            faulty.add(where, problems)
-    if first is None and not faulty.count:
+        count += 1
+        faulty.add(where, [row] if isinstance(row, Problem) else checker.problems(row, folder, where))
+    if not count:
         raise ReshardError(
             "data-empty", "the data is empty", file=str(path), found="no records", remedy="check the path"
         )
     faulty.end()
-    return shapes
+    return checker.shapes
+
+
+@dataclass
+class _RecordChecker:
+    """Checks records for a method, and that all are of one kind; `first` is the kind and the place of the first one."""
+
+    method: str
+    shapes: Counter[str] = field(default_factory=Counter)
+    first: tuple[str, str] | None = None
+
+    def problems(self, row: Any, folder: Path, where: str) -> list[Problem]:
+        """The problems of a record in a file of `folder`."""
+        if not self.method:
+            return []
+        if problems := list(faults(row, self.method)):
+            return problems
+        (shape,) = shapes_of(row, self.method)
+        self.shapes[shape] += 1
+        clean = standard(row, shape)
+        kind = kind_of(clean)
+        self.first = self.first or (kind, where)
+        mixed = [] if kind == self.first[0] else [_mixed(kind, *self.first)]
+        return [*unreadable(clean, folder), *mixed]
 
 
 @dataclass
@@ -89,7 +103,7 @@ class _Faulty:
     count: int = 0
 
     def add(self, where: str, problems: list[Problem]) -> None:
-        self.count += 1
+        self.count += bool(problems)
         for problem in problems:
             if problem in self.places or len(self.places) < MAX_FAULTY_RECORDS:
                 self.places.setdefault(problem, []).append(where)

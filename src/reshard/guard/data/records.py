@@ -51,6 +51,11 @@ SHAPES_OF_METHOD = {
     "rloo": ("prompts",),
 }
 """The shapes that the methods of TRL take."""
+METHODS_OF_TRAINERS = {
+    **{f"{name.upper()}Trainer": name for name in ("sft", "dpo", "kto", "grpo", "rloo")},
+    **{f"{name.title()}Trainer": name for name in ("reward", "distillation")},
+}
+"""The methods by the classes of TRL."""
 
 
 def shapes_of(row: Mapping[str, Any], method: str) -> list[str]:
