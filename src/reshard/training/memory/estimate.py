@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from reshard.base.errors import GIB, Problem, memory_size
 from reshard.training.memory import activations
@@ -96,14 +97,18 @@ def changes(setup: TrainingSetup) -> Iterator[tuple[str, TrainingSetup]]:
     """Changes of options with the setup that they make, the cheapest first."""
     plans = [("", setup)]
     if setup.gpus > 1 and setup.parallel in ("ddp", "zero2"):
-        plans.append(("--parallel fsdp2 ", replace(setup, parallel="fsdp2")))
-    for words, plan in plans:
-        yield words, plan
-    for words, plan in plans:
-        yield f"{words}--gradient_checkpointing true", replace(plan, recomputed=True)
-    for words, plan in plans:
-        smaller = replace(plan, sequences=max(plan.sequences // plan.batch, 1), batch=1, recomputed=True)
-        yield f"{words}--per_device_train_batch_size 1 --gradient_checkpointing true", smaller
+        plans.append(("--parallel fsdp2", replace(setup, parallel="fsdp2")))
+    one = {"sequences": max(setup.sequences // setup.batch, 1), "batch": 1}
+    savings: list[tuple[str, dict[str, Any]]] = [
+        ("", {}),
+        ("--gradient_checkpointing true", {"recomputed": True}),
+        ("--per_device_train_batch_size 1 --gradient_checkpointing true", {"recomputed": True, **one}),
+        ("--dtype bfloat16", {"weights": 2, "recomputed": True, **one}),
+        ("--dtype bfloat16 --load_in_4bit true", {"weights": 2, "quantized": True, **one}),
+    ]
+    for more, fields in savings[: None if setup.lora else 3]:
+        for words, plan in plans:
+            yield f"{words} {more}".strip(), replace(plan, **fields)
 
 
 def _states(setup: TrainingSetup) -> dict[str, int]:
