@@ -101,6 +101,12 @@ def test_weights_are_checked_at_the_end_of_an_epoch_too(tmp_path: Path) -> None:
         train(tmp_path, AtStep(8, spoil), max_steps=-1, save_strategy="epoch", logging_steps=100)
 
 
+def test_a_plan_that_accelerate_left_out_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ReshardError, match="the model is not sharded"):
+        train(tmp_path)
+
+
 def test_as_many_nan_losses_as_allowed_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(ReshardError, match="the loss is NaN") as caught:
         train(tmp_path, AtStep(1, spoil), nan_steps=3, save_steps=100)

@@ -39,6 +39,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Check the model and the optimizer, and listen for signals from now on."""
         check(given["model"], given.get("optimizer"))
+        _assert_sharded(given["model"])
         args.logging_nan_inf_filter = False  # it would log a NaN loss as the average of earlier steps
         self._stopped_by = self._nan_logs = 0
         self._signals = ReceivedSignals()
@@ -127,6 +128,22 @@ class ReceivedSignals:
         """Put the earlier handlers back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def _assert_sharded(model: Any) -> None:
+    """Raise ReshardError if accelerate was told to shard the model by FSDP, and did not."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    requested = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
+    if requested and not any(
+        isinstance(each, FSDPModule | FullyShardedDataParallel) for each in model.modules()
+    ):
+        raise ReshardError(
+            "guard-model-not-sharded",
+            "the model is not sharded, though accelerate's config requests FSDP",
+            rule="accelerate shards on GPUs only; elsewhere each rank silently keeps the complete model",
+            remedy="start the run on GPUs, or take FSDP out of accelerate's config",
+        )
 
 
 def highest(value: int) -> int:
