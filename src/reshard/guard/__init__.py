@@ -50,7 +50,7 @@ def run(words: Sequence[str], **options: Any) -> EndReport:
     return run_guarded(words, options)
 
 
-def callback(nan_steps: int = 1) -> Any:
+def callback(nan_steps: int = GuardOptions.nan_steps) -> Any:
     """A TrainerCallback that keeps a run of transformers' or TRL's Trainer safe.
 
     It checks the model and its optimizer when training begins. After SIGTERM, SIGINT, SIGUSR1 or SIGHUP on any rank,

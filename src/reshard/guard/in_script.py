@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.checks.device_maps import misplaced
-from reshard.guard.watch.loss_lines import NanRule, not_finite, read_record
 
 if TYPE_CHECKING:
     from torch import nn

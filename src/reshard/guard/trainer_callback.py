@@ -5,7 +5,6 @@ It uses public hooks only, so it works with any Trainer of transformers or TRL, 
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -17,6 +16,8 @@ from transformers import TrainerCallback
 
 from reshard.base.errors import ReshardError
 from reshard.guard.in_script import check
+from reshard.guard.options import GuardOptions
+from reshard.guard.watch.loss_lines import NanRule, not_finite, read_record
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals of schedulers, launchers and terminals before they end a process."""
@@ -30,18 +31,17 @@ _REMEDY = (
 class GuardCallback(TrainerCallback):  # type: ignore[misc]
     """Keeps a run of a Trainer safe; see `reshard.guard.callback`."""
 
-    def __init__(self, nan_steps: int = 1) -> None:
-        self.nan_steps = nan_steps
+    def __init__(self, nan_steps: int = GuardOptions.nan_steps) -> None:
+        self._nan_rule = NanRule(nan_steps)
         self._signals: ReceivedSignals | None = None
         self._stopped_by = 0
-        self._nan_logs = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Check the model and the optimizer, and listen for signals from now on."""
         check(given["model"], given.get("optimizer"))
         _assert_sharded(given["model"])
         args.logging_nan_inf_filter = False  # it would log a NaN loss as the average of earlier steps
-        self._stopped_by = self._nan_logs = 0
+        self._stopped_by = 0
         self._signals = ReceivedSignals()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -58,23 +58,14 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
         self._check_before_saving(control, state, given["model"])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
-        """Raise ReshardError if the loss of `nan_steps` logs in a row is NaN or infinite; meanwhile save nothing."""
-        loss = (logs or {}).get("loss")
-        if loss is None:
-            return
-        self._nan_logs = 0 if math.isfinite(float(loss)) else self._nan_logs + 1
-        if not self._nan_logs:
-            return
-        control.should_save = False
-        if self._nan_logs >= self.nan_steps > 0:
+        """Raise ReshardError by the guard's rule for losses that are NaN or infinite; meanwhile save nothing."""
+        reading = read_record(logs or {})
+        bad = self._nan_rule.add(reading.loss, f"step {state.global_step}")
+        if bad:
+            control.should_save = False
+        if self._nan_rule.ends(bad):
             self._stop_listening()
-            raise ReshardError(
-                "loss-diverged",
-                "training diverged: the loss is NaN or infinite",
-                found=f"step {state.global_step}: loss {loss}, gradient norm {logs.get('grad_norm')}, "
-                f"learning rate {logs.get('learning_rate')}",
-                remedy=_REMEDY,
-            )
+            raise ReshardError(not_finite(bad, reading.loss, reading.norm))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Exit with 128 + N if signal N stopped the run, so that nobody takes it for finished."""
