@@ -384,7 +384,7 @@ def test_the_callback_ends_a_run_by_the_rule_for_losses_in_logs() -> None:
 
     def log(**logs: float) -> None:
         state.global_step += 1
-        callback.on_log(None, state, None, logs=logs)
+        callback.on_log(None, state, SimpleNamespace(should_save=False), logs=logs)
 
     log(loss=math.nan, learning_rate=1e-5)
     log(loss=2.0, grad_norm=math.nan, learning_rate=1e-5)
