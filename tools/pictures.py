@@ -43,7 +43,6 @@ BOX, CORE = (270, 72), (226, 118)
 COLUMNS = 100
 MODEL = "demo.make_model base text.jsonl"
 MEGATRON = "reshard convert base checkpoint --to megatron --tp 2 --pp 2 --ep 2 --quiet"
-BATCH = "--per_device_train_batch_size 3 --max_steps 20 --learning_rate 2e-3"
 RECORDINGS: dict[str, tuple[list[str], list[str]]] = {
     "terminal": (
         [MODEL, MEGATRON],
@@ -54,10 +53,6 @@ RECORDINGS: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "doctor": ([], ["reshard doctor grpo.log train_grpo.py --lang en"]),
-    "train": (
-        [MODEL],
-        [f"reshard train sft --model base --data text.jsonl -o out --parallel fsdp2 --nproc 2 {BATCH}"],
-    ),
 }
 """The hidden setup command and the visible command, by the name of the picture."""
 FAILED = REPOSITORY / "tests" / "doctor" / "head" / "cat_mixed"
