@@ -57,8 +57,7 @@ SMOKE = (
         "test_usage.py",
         "test_views.py",
     ),
-    *("train/test_cli.py", "train/test_data.py", "train/test_methods.py", "train/test_request.py"),
-    *("train/test_trl_options.py", "train/test_trl_runs.py"),
+    *("train/test_data.py", "train/test_recipe.py", "train/test_trainer_callback.py"),
 )
 """What depends most on the version of Python: pickles, processes, signals, terminals, annotations and frameworks."""
 
