@@ -194,7 +194,7 @@ def exists(span: str, defined: set[str]) -> bool:
     """Whether the file, function or flag in a piece of inline code exists."""
     if re.fullmatch(r"(?:src|tests|docs|demo|bench|\.ci)/[\w./-]*", span):
         return (REPOSITORY / span).exists() or span in FOREIGN_FILES
-    if re.fullmatch(r"[\w.*-]+\.(safetensors|json|bin|pt|txt|yaml|jinja|distcp|html)", span):
+    if re.fullmatch(r"[\w.*-]+\.(safetensors|json|bin|pt|txt|yaml|jinja|distcp|html|sh|jsonl)", span):
         return True  # a file of a checkpoint or a run, not of the project
     if span.endswith((".weight", ".bias")):
         return True  # a tensor
