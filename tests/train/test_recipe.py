@@ -77,7 +77,9 @@ def test_run_sh_is_one_command_that_bash_reads(write: Callable[..., Path]) -> No
     folder = write(lora=True, nproc=8, parallel="fsdp2", options={"run_name": "a b"})
     assert subprocess.run(["bash", "-n", str(folder / "run.sh")]).returncode == 0
     text = (folder / "run.sh").read_text()
-    assert "reshard guard --log log --final final --merge --" in text and text.rstrip().endswith('"$@"')
+    assert "reshard guard --log log --final final --overwrite --merge --" in text and text.rstrip().endswith(
+        '"$@"'
+    )
     words = command_of(folder)
     assert words[:5] == ["accelerate", "launch", "--config_file", "accelerate.yaml", "train.py"]
     assert words[words.index("--run_name") + 1] == "a b"

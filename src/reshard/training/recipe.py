@@ -42,6 +42,7 @@ class Recipe:
             LOG,
             "--final",
             FINAL,
+            "--overwrite",  # a folder that another run of the recipe has made
             *(["--merge"] if self.merge else []),
             "--",
         ]
