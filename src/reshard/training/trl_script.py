@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,11 @@ from reshard.training.methods import TrainingMethod
 
 HUB = "hub"
 """The format of data that are a dataset of the Hub."""
+
+
+def quoted(value: str | Sequence[str]) -> str:
+    """A string or a list of strings as Python code, with the quotes that formatters use."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,8 @@ class RecipeData:
     def loading(self, split: str) -> str:
         """The expression that loads them."""
         if self.format == HUB:
-            return f"load_dataset({self.names[0]!r}, split={split!r})"
-        return f'load_dataset("{self.format}", data_files={list(self.names)!r}, split="train")'
+            return f"load_dataset({quoted(self.names[0])}, split={quoted(split)})"
+        return f'load_dataset("{self.format}", data_files={quoted(self.names)}, split="train")'
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class TrlScript:
         if self.rewards:
             yield ""
             for folder in dict.fromkeys(str(Path(file).parent) for file, _ in self.rewards):
-                yield f"sys.path.insert(0, {folder!r})"
+                yield f"sys.path.insert(0, {quoted(folder)})"
         for file, function in self.rewards:
             yield f"from {Path(file).stem} import {function}"
 
