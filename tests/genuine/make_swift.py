@@ -154,6 +154,13 @@ def let_it_run_without_gpu() -> None:
 
     rank, ranks = (str(each()) for each in (torch.distributed.get_rank, torch.distributed.get_world_size))
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    replace_gpu_calls()
+
+
+def replace_gpu_calls() -> None:
+    """Patch ms-swift's and mcore-bridge's own needs for a GPU, beyond megatron-core's."""
+    import torch
+
     for name in ("set_device", "empty_cache", "ipc_collect"):
         setattr(torch.cuda, name, lambda *_, **__: None)
     move = torch.Tensor.to

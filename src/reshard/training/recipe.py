@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import yaml
-
-from reshard.training.methods import TrainingMethod
+from reshard.base.errors import Problem, ReshardError
+from reshard.checks.environment import look_around
 from reshard.training.options import TrainOptions
-from reshard.training.trl_script import TrlScript, accelerate_config
 
-RUN, SCRIPT, ACCELERATE = "run.sh", "train.py", "accelerate.yaml"
-FINAL, LOG = "final", "log"
-"""Folders in the output."""
+RUN, FINAL, LOG = "run.sh", "final", "log"
+"""The script of a recipe, and folders beside it."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The files of a recipe by name, and the command that they run under guard, in the folder of the recipe."""
+    """The command of a recipe, which runs under guard in the recipe's folder, and the files by name that it needs.
 
-    files: dict[str, str]
+    `environment` is exported first; variables of the cluster in it, and in the command, stay variables.
+    """
+
     command: tuple[str, ...]
+    files: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
     merge: bool = False
 
     def write(self, folder: Path) -> None:
@@ -46,15 +48,16 @@ class Recipe:
             *(["--merge"] if self.merge else []),
             "--",
         ]
+        exports = "".join(f"export {name}={_quoted(value)}\n" for name, value in self.environment.items())
         lines = " \\\n  ".join([shlex.join(guard), *_lines(self.command), '"$@"'])
         return (
             "#!/usr/bin/env bash\n"
-            "# Starts the run, and watches over it. Options after run.sh are added to its own, for example\n"
-            "# --resume_from_checkpoint checkpoint-100. Without a guard: the lines after `--`.\n"
+            "# Starts the run, and watches over it. Options after run.sh are added to its own. Without a guard: the\n"
+            "# lines after `--`. To continue: reshard train METHOD -o FOLDER --resume\n"
             "set -euo pipefail\n"
             'cd "$(dirname "${BASH_SOURCE[0]}")"\n'
             f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH\n"
-            f"exec {lines}\n"
+            f"{exports}exec {lines}\n"
         )
 
 
@@ -73,37 +76,6 @@ def _quoted(word: str) -> str:
     return f'"{word}"' if word.startswith("${") else shlex.quote(word)
 
 
-def trl_recipe(
-    method: TrainingMethod, script: TrlScript, options: TrainOptions, nproc: int, rest: Sequence[str]
-) -> Recipe:
-    """A recipe for TRL. `rest` are fields of TRL's config and of its ModelConfig, as words."""
-    cpu = uses_cpu(rest)
-    words = [
-        *_launcher(options, nproc, cpu=cpu),
-        *("--model_name_or_path", model_word(options)),
-        *("--output_dir", "."),
-        *(_lora_options(method, rest) if options.lora else ()),
-        *(("--eval_strategy", "epoch") if options.eval_data and "--eval_strategy" not in rest else ()),
-        *rest,
-    ]
-    files = {SCRIPT: script.text()}
-    if ACCELERATE in words:
-        config = accelerate_config(options.parallel, method, nproc, options.nnodes, cpu=cpu)
-        files[ACCELERATE] = yaml.safe_dump(config, sort_keys=False)
-    return Recipe(files, tuple(words), merge=options.lora and options.merge)
-
-
-def _lora_options(method: TrainingMethod, rest: Sequence[str]) -> tuple[str, ...]:
-    """Adapters on all linear layers: PEFT's own default adapts two projections of attention only."""
-    layers = () if "--lora_target_modules" in rest else ("--lora_target_modules", "all-linear")
-    return ("--use_peft", "true", *layers, *method.lora_options)
-
-
-def uses_cpu(rest: Sequence[str]) -> bool:
-    """Whether the run trains on the CPU, by TRL's own option."""
-    return given_options(rest).get("use_cpu", "false").lower() != "false"
-
-
 def given_options(words: Sequence[str]) -> dict[str, str]:
     """Options of the engine by name; one without a value is true."""
     given = {}
@@ -120,14 +92,33 @@ def model_word(options: TrainOptions) -> str:
     return str(folder.absolute()) if folder.exists() else str(options.model)
 
 
-def _launcher(options: TrainOptions, nproc: int, *, cpu: bool) -> list[str]:
-    if nproc * options.nnodes == 1:
-        return ["python", SCRIPT]
-    if cpu:  # accelerate has no plans for CPUs
-        return ["torchrun", "--standalone", "--nproc-per-node", str(nproc), SCRIPT]
-    launch = ["accelerate", "launch", "--config_file", ACCELERATE]
-    if options.nnodes > 1:
-        launch += ["--machine_rank", "${NODE_RANK:-${SLURM_NODEID:-0}}"]
-        launch += ["--main_process_ip", "${MASTER_ADDR:?set it to the first node}"]
-        launch += ["--main_process_port", "${MASTER_PORT:-29500}"]
-    return [*launch, SCRIPT]
+def gpus_here(*, needed: bool, or_else: str = "") -> int:
+    """The number of GPUs of this machine. Raises ReshardError if they are `needed` and there are none."""
+    gpus = len(look_around().visible)
+    if needed and not gpus:
+        raise ReshardError(
+            "no-gpu",
+            "this machine has no GPU",
+            remedy=f"write the recipe with --write-only and start run.sh on the cluster{or_else}",
+        )
+    return gpus
+
+
+class Problems:
+    """Collects the problems of several steps, to raise them together."""
+
+    def __init__(self) -> None:
+        self.found: list[Problem] = []
+
+    def of(self, step: Any) -> Any:
+        """What a step returns; None if it raises ReshardError."""
+        try:
+            return step()
+        except ReshardError as error:
+            self.found += error.problems
+            return None
+
+    def settle(self) -> None:
+        """Raise ReshardError if there are any."""
+        if self.found:
+            raise ReshardError(self.found)

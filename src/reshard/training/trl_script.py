@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reshard.training.methods import TrainingMethod
-
-HUB = "hub"
-"""The format of data that are a dataset of the Hub."""
-
-
-def quoted(value: str | Sequence[str]) -> str:
-    """A string or a list of strings as Python code, with the quotes that formatters use."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-@dataclass(frozen=True)
-class RecipeData:
-    """Data of a run: files of a `format` that `datasets.load_dataset` knows, or a dataset of the Hub.
-
-    `shape` is that of the records (`guard/data/records.py`), "" if they were not looked at.
-    """
-
-    names: tuple[str, ...]
-    format: str
-    shape: str = ""
-
-    def loading(self, split: str) -> str:
-        """The expression that loads them."""
-        if self.format == HUB:
-            return f"load_dataset({quoted(self.names[0])}, split={quoted(split)})"
-        return f'load_dataset("{self.format}", data_files={quoted(self.names)}, split="train")'
+from reshard.training.run_data import RecipeData, quoted
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,9 @@ _OF_POETRY = frozenset(("-C", "--directory", "-P", "--project"))
 _OF_PDM = frozenset(
     ("-p", "--project", "-k", "--skip", "--venv", "--env", "--env-file", "--working-dir", "-c", "--config")
 )
+_OF_GUARD = frozenset(
+    ("--startup", "--stall", "--on-stall", "--nan-steps", "--output", "--log", "--final", "--base")
+) | {"--requeue", "--meet"}
 _EACH = (
     Wrapper(
         "uv",
@@ -63,6 +66,7 @@ _EACH = (
         frozenset(("-e", "--environment", "--manifest-path", "--color")),
         quietly=("--as-is",),
     ),
+    Wrapper("reshard", "guard", _OF_GUARD),
     Wrapper("nohup"),
     Wrapper("setsid"),
     Wrapper("exec"),

@@ -25,10 +25,11 @@ RESUME_OPTION = "resume_from_checkpoint"
 
 @dataclass(frozen=True)
 class Resume:
-    """The command that continues; without words, `advice` says what to do."""
+    """The command that continues; without words, `advice` says what to do. `options` are what is added to it."""
 
     words: tuple[str, ...] | None = None
     advice: str = ""
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,15 +175,15 @@ def _names(call: Call) -> list[str]:
 
 def _changed(started: StartedProgram, change: _Change) -> Resume:
     """The command with a change: after its arguments, and before those that axolotl passes on to a launcher."""
+    added = tuple(word for each in change.added for word in _as_typed(each))
     if not _is_typed(started):
-        return Resume(advice=f"add {' '.join(change.added)} to its command")
-    added = [word for each in change.added for word in _as_typed(each)]
+        return Resume(advice=f"add {' '.join(change.added)} to its command", options=added)
     valued = {_name(word) for word in change.added}
     words = list(_without(started.words, valued, {name.replace("-", "_") for name in change.dropped}))
     end = len(words)
     if started.module.startswith("axolotl") and "--" in words:
         end = words.index("--")
-    return Resume((*words[:end], *added, *words[end:]))
+    return Resume((*words[:end], *added, *words[end:]), options=added)
 
 
 TRUTH_WORDS = ("true", "false", "yes", "no", "1", "0")

@@ -1,0 +1,13 @@
+"""Run in every Python whose PYTHONPATH has this folder: ranks of ms-swift get stand-ins for what needs a GPU."""
+
+import os
+
+if "RANK" in os.environ:
+    from reshard.engines.megatron import cpu_patches
+    from tests.genuine import fake_te
+
+    fake_te.install()
+    cpu_patches.enable()
+    from tests.genuine.make_swift import replace_gpu_calls
+
+    replace_gpu_calls()
