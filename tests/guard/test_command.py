@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from torch.distributed.run import config_from_args, parse_args
 
 from reshard.guard.command.launchers import LAUNCHERS, options_of
 from reshard.guard.command.read_command import TrainingCommand, read_command
+from reshard.guard.command.wrapper_programs import WRAPPER_PROGRAMS
+from reshard.guard.options import GuardOptions
 from tests.environments import python
 
 BIN = Path(sys.executable).parent
@@ -241,6 +244,13 @@ def test_wrappers_bring_their_own_interpreter(line: str, interpreter: str) -> No
 def test_wrappers_of_the_same_interpreter() -> None:
     plain = read("nohup nice -n 5 timeout -k 3 2h python t.py a")
     assert plain.interpreter == read("python t.py").interpreter and plain.arguments == ("a",)
+
+
+def test_a_guarded_command_is_read_through_the_guard() -> None:
+    line = "reshard guard --log log --final final --merge -- python t.py a"
+    assert read(line).script == Path("/nowhere/t.py") and read(line).arguments == ("a",)
+    valued = {each.name for each in fields(GuardOptions) if not isinstance(each.default, bool)}
+    assert WRAPPER_PROGRAMS["reshard"].valued == {f"--{name.replace('_', '-')}" for name in valued}
 
 
 @pytest.mark.parametrize(

@@ -130,4 +130,5 @@ def test_a_shell_script_is_not_given_options_that_it_does_not_pass_on(tmp_path: 
     script = tmp_path / "train.py"
     script.write_text(PARSES + "trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)\n")
     resume = resume_of(StartedProgram(("bash", "run.sh"), script), found())
-    assert resume == Resume(advice="add --resume_from_checkpoint=/out/checkpoint-20 to its command")
+    added = ("--resume_from_checkpoint", "/out/checkpoint-20")
+    assert resume == Resume(advice=f"add {'='.join(added)} to its command", options=added)

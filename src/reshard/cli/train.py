@@ -30,6 +30,7 @@ def command(method: str, rest: tuple[str, ...], *, json_output: bool, **given: A
       reshard train sft  --model DIR --data FILE -o OUT
       reshard train sft  --model DIR --data FILE -o OUT --lora --parallel fsdp2 --learning_rate 1e-4
       reshard train grpo --model DIR --data PROMPTS -o OUT --reward rewards.py:score
+      reshard train sft  --model DIR --data FILE -o OUT --engine ms-swift --tp 4 --pp 2
       reshard train sft  -o OUT --resume
       reshard train sft  --model DIR --data FILE -o OUT --write-only
 
@@ -37,8 +38,10 @@ def command(method: str, rest: tuple[str, ...], *, json_output: bool, **given: A
     starts them under `reshard guard`. Change what you like, and start it again: bash OUT/run.sh. Every record of the
     data is checked first. At the end, OUT/final has the trained model, converted and checked.
 
+    With --engine ms-swift, OUT has run.sh alone, which starts ms-swift's `megatron sft`.
+
     Options of the engine keep their names: the fields of TRL's config and of its ModelConfig, for example
-    --learning_rate 1e-5 or --lora_r 32.
+    --learning_rate 1e-5 or --lora_r 32; or those of `megatron sft`, for example --lr 1e-5 or --lora_rank 32.
 
     Exit status: 0 done, 1 the run or a check of its output failed, 2 refused before the start, 128 + N ended by
     signal N.

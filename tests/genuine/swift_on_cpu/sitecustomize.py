@@ -11,3 +11,7 @@ if "RANK" in os.environ:
     from tests.genuine.make_swift import replace_gpu_calls
 
     replace_gpu_calls()
+
+    import torch
+
+    torch.cuda.device_count = lambda: 1  # or megatron-core's random states are not made
