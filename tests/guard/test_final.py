@@ -73,6 +73,17 @@ def test_an_adapter_stays_one_or_is_merged(hf_model: Models, tmp_path: Path) -> 
     assert (adapter.final / "adapter_config.json").is_file() and (merged.final / "config.json").is_file()
 
 
+@pytest.mark.parametrize("name", ["swift-tp2", "bridge-tp2"])
+def test_so_does_an_adapter_of_megatron_core(name: str, tmp_path: Path) -> None:
+    """The test data has no tokenizer."""
+    found = found_in(DATA / "megatron_lora" / name)
+    origin = {"base": DATA / "megatron_lora" / "base-llama", "folder": tmp_path}
+    for merge, file in ((False, "adapter_config.json"), (True, "config.json")):
+        finished = final_of(found, tmp_path / str(merge), FinalRequest(merge=merge, **origin))
+        assert set(wrong(finished)) <= {"tokenizer", "chat template"}
+        assert (finished.final / file).is_file()
+
+
 def test_what_has_no_adapter_is_not_merged(hf_model: Models, tmp_path: Path) -> None:
     model = hf_model("qwen3")
     finished = final_of(

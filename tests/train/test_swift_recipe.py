@@ -47,8 +47,10 @@ TINY = {
     "attention_backend": "unfused",
     "ddp_backend": "gloo",
     "use_cpu_initialization": True,
+    "use_distributed_optimizer": False,
 }
-"""For a model of two layers on two CPUs."""
+"""For a model of two layers on two CPUs. megatron-core's distributed optimizer cannot continue without Apex or
+TransformerEngine: it asserts that its empty state has a step (`DistributedOptimizer.state_dict`)."""
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def _checks(found: FoundCheckpoint, draft: Path, ask: FinalRequest) -> Iterator[
         yield opened
         return
     checkpoint = open_checkpoint(found.path)
-    is_adapter = adapters.kind_of(checkpoint) is CheckpointKind.ADAPTER
+    is_adapter = adapters.kind_of(checkpoint) is not CheckpointKind.MODEL
     base = _base_of(checkpoint, ask, is_adapter=is_adapter)
 
     def make() -> Conversion:
@@ -150,7 +150,7 @@ def _converted(made: Conversion, source: Path, draft: Path, base: Path | None) -
 
 def _base_of(checkpoint: Checkpoint, ask: FinalRequest, *, is_adapter: bool) -> Path | None:
     """The folder of the base model: what the user passed, what the checkpoint or else the command names."""
-    own = [adapters.find(checkpoint).settings.base or ""] if is_adapter else []
+    own = [adapters.find_settings(checkpoint).base or ""] if is_adapter else []
     hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.sources, checkpoint.args)
     told = [str(ask.base or ""), *own, *(hint.value for hint in hints if hint.kind == BASE), ask.model]
     return next((folder for name in told if name and (folder := local_model(ask.folder, name))), None)
