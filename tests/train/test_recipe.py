@@ -19,6 +19,11 @@ from reshard.training.methods import TRAINING_METHODS
 from tests.train.conftest import chats, write_lines
 
 REWARDS = "def score(completions, **columns):\n    return [float(len(str(each))) for each in completions]\n"
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108020000009077"
+    "53de0000000c49444154789c63f8cfc0000003010100c9fe92ef0000000049454e44ae426082"
+)
+"""A picture of one pixel."""
 CPU = {"use_cpu": True, "bf16": False}
 
 
@@ -122,6 +127,27 @@ def test_alpaca_becomes_chats(write: Callable[..., Path], tmp_path: Path) -> Non
     assert names["as_chat"](row) == {
         "messages": [{"role": "user", "content": "Add\n1 2"}, {"role": "assistant", "content": "3"}]
     }
+
+
+def test_images_are_opened_by_datasets_and_their_labels_are_trls(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    turns = [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "A cat."}]
+    row: dict[str, object] = {"messages": turns, "images": [str(tmp_path / "a.png")]}
+    folder = write(data=write_lines(tmp_path / "a.jsonl", [row]))
+    text = (folder / "train.py").read_text()
+    assert 'cast_column("images", List(Image()))' in text and "assistant_labels" not in text
+    assert "--assistant_only_loss" in command_of(folder)
+    for wrong, code in {
+        "a.png": "image-path-relative",
+        str(tmp_path / "b.png"): "image-missing",
+    }.items():
+        path = write_lines(tmp_path / "b.jsonl", [{**row, "images": [wrong]}])
+        assert code in refused(write, data=path, output=tmp_path / "other")
+    parts = [{"role": "user", "content": [{"type": "image", "image": str(tmp_path / "a.png")}]}, turns[1]]
+    path = write_lines(tmp_path / "c.jsonl", [{"messages": parts}])
+    assert refused(write, data=path, output=tmp_path / "other") == ["images-not-in-column"]
 
 
 def test_what_is_wrong_is_said_at_once_and_nothing_is_written(

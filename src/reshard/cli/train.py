@@ -43,8 +43,7 @@ def command(method: str, rest: tuple[str, ...], *, json_output: bool, **given: A
     Options of the engine keep their names: the fields of TRL's config and of its ModelConfig, for example
     --learning_rate 1e-5 or --lora_r 32; or those of `megatron sft`, for example --lr 1e-5 or --lora_rank 32.
 
-    Exit status: 0 done, 1 the run or a check of its output failed, 2 refused before the start, 128 + N ended by
-    signal N.
+    Exit status: 2 refused before the start, otherwise that of `reshard guard`.
     """
     from reshard.training.start import prepared, start, started
 

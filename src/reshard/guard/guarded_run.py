@@ -52,6 +52,8 @@ def guarded(
     command = read_command(words, environment, here)
     if problems := list(of_options(options, command)):
         raise ReshardError(problems)
+    if command.node_rank:
+        options = replace(options, final=None)  # node 0 makes it
     checked = _checked(command, GuardScreen(quiet=quiet)) if options.check else Checked()
     try:
         folder = _folder_for(options)

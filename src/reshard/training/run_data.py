@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.guard.data.data_files import DATA_SUFFIXES, check_records, files_of
+from reshard.guard.data.data_files import DATA_SUFFIXES, IMAGES, check_records, files_of
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """The name of a model or dataset on the Hub."""
@@ -34,6 +34,8 @@ class RecipeData:
     names: tuple[str, ...]
     format: str
     shape: str = ""
+    images: bool = False
+    """Whether records have images, as paths in the column `images`."""
 
     def loading(self, split: str) -> str:
         """The expression that loads them."""
@@ -58,7 +60,8 @@ def checked_data(given: Any, method: str) -> RecipeData:
             found=", ".join(files[:4]),
             remedy="pass files of one format",
         )
-    return RecipeData(tuple(files), formats.pop(), shapes.most_common(1)[0][0])
+    has_images = bool(shapes.pop(IMAGES, 0))
+    return RecipeData(tuple(files), formats.pop(), shapes.most_common(1)[0][0], has_images)
 
 
 def _is_on_hub(name: str) -> bool:

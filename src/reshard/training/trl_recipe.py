@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from reshard.base.errors import Problem, ReshardError
+from reshard.guard.data.records import CHAT_SHAPES
 from reshard.training.assistant_labels import marks_turns
 from reshard.training.memory.gpu_models import gpus_named
 from reshard.training.memory.run_memory import check_memory
@@ -35,11 +36,10 @@ def trl_recipe(name: str, options: TrainOptions, rest: list[str]) -> Recipe:
     problems.settle()
     problems.found += check_memory(method, options, nproc, rest)
     problems.settle()
-    masks = (
-        name == "sft" and "--assistant_only_loss" not in rest and data.shape in ("chat", "ShareGPT", "Alpaca")
-    )
-    if masks and _template_marks_turns(options):
-        masks, rest = False, [*rest, "--assistant_only_loss", "true"]
+    masks = False
+    if name == "sft" and "--assistant_only_loss" not in rest and data.shape in CHAT_SHAPES:
+        masks = not (data.images or _template_marks_turns(options))
+        rest = rest if masks else [*rest, "--assistant_only_loss", "true"]
     script = TrlScript(method, data, eval_data, rewards, masks)
     return _written(method, script, options, nproc, rest)
 

@@ -36,7 +36,7 @@ class TrlScript:
             yield "import sys"
             yield ""
         yield "import reshard.guard"
-        yield "from datasets import load_dataset"
+        yield f"from datasets import {'Image, List, ' if self.data.images else ''}load_dataset"
         if self.masks:
             yield "from reshard.training.assistant_labels import assistant_labels"
             yield "from transformers import AutoTokenizer"
@@ -68,6 +68,8 @@ class TrlScript:
             yield f"eval_data = {self.eval_data.loading('test')}"
         names = ["train_data", *(["eval_data"] if self.eval_data else [])]
         yield from _as_chats(self.data.shape, names)
+        for each in names if self.data.images else ():
+            yield f'{each} = {each}.cast_column("images", List(Image()))'
         if self.masks:
             yield "tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)"
             yield "labels = assistant_labels(tokenizer)  # the loss covers what the assistant says"

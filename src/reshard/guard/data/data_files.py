@@ -14,10 +14,12 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.plain_json import json_of
 from reshard.guard.data.record_faults import faults
-from reshard.guard.data.record_images import unreadable
+from reshard.guard.data.record_images import misplaced, unreadable
 from reshard.guard.data.records import kind_of, shapes_of, standard
 
 DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+IMAGES = "images"
+"""The name under which records with images are counted."""
 MAX_FAULTY_RECORDS = 12
 """Maximum number of faulty records that are reported; the others are only counted."""
 PARQUET_BATCH_ROWS = 256
@@ -56,7 +58,9 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def check_records(path: Path, method: str) -> Counter[str]:
-    """The number of records of each shape in a file or folder. Without a `method`, records may have any columns.
+    """The number of records of each shape in a file or folder, and of those with `IMAGES`.
+
+    Without a `method`, records may have any columns.
 
     Raises ReshardError with all faulty records, by file and line; of many that are alike, the first ones are named.
     """
@@ -69,7 +73,7 @@ def check_records(path: Path, method: str) -> Counter[str]:
             "data-empty", "the data is empty", file=str(path), found="no records", remedy="check the path"
         )
     faulty.end()
-    return checker.shapes
+    return +checker.shapes
 
 
 @dataclass
@@ -89,10 +93,11 @@ class _RecordChecker:
         (shape,) = shapes_of(row, self.method)
         self.shapes[shape] += 1
         clean = standard(row, shape)
+        self.shapes[IMAGES] += "images" in clean
         kind = kind_of(clean)
         self.first = self.first or (kind, where)
         mixed = [] if kind == self.first[0] else [_mixed(kind, *self.first)]
-        return [*unreadable(clean, folder), *mixed]
+        return [*misplaced(row, clean), *unreadable(clean, folder), *mixed]
 
 
 @dataclass

@@ -191,6 +191,32 @@ def located(image: Any, folder: Path) -> DataRow:
     return {"bytes": stored, "path": str(folder / path) if path and stored is None else path}
 
 
+def misplaced(row: DataRow, clean: DataRow) -> Iterator[Problem]:
+    """The problems of images where TRL does not look for them: it takes the column `images` and parts of messages."""
+    if "images" not in clean:
+        return
+    turns = [turn for value in row.values() if _is_chat(value) for turn in value]
+    marked = any(IMAGE_MARK in str(turn.get("content")) for turn in turns)
+    if marked or row.get("images") != clean["images"]:
+        yield Problem(
+            "images-not-in-column",
+            "the images of a record are not where TRL takes them from",
+            expected='"images": [PATH, …], and a part {"type": "image"} in the messages for each',
+            found=f"{IMAGE_MARK} in the text" if marked else f"the columns {', '.join(row)}",
+            remedy="write the paths into the column images, and the parts into the messages",
+        )
+    elif relative := [
+        each for each in clean["images"] if isinstance(each, str) and not Path(each).is_absolute()
+    ]:
+        yield Problem(
+            "image-path-relative",
+            "the path of an image is relative",
+            rule="datasets opens images from the working folder of the run",
+            found=relative[0],
+            remedy="write absolute paths",
+        )
+
+
 def unreadable(row: DataRow, folder: Path) -> Iterator[Problem]:
     """The problems of images that are missing or damaged. Without Pillow, only whether their files exist."""
     for image in row.get("images", []):
