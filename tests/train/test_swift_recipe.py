@@ -89,7 +89,7 @@ def test_the_command_is_megatron_sft(write: Callable[..., Path], data: dict[str,
     assert (values["num_train_epochs"], values["lr"], values["max_length"]) == ("3", "1e-05", "4096")
     text = (folder / "run.sh").read_text()
     assert "export NPROC_PER_NODE=8\n" in text and "NNODES" not in text
-    assert "reshard guard --log log --final final -- " in text
+    assert "reshard guard --log log --final final --overwrite -- " in text
 
 
 def test_an_option_of_the_engine_replaces_the_recipes_own(write: Callable[..., Path]) -> None:
@@ -102,7 +102,7 @@ def test_guard_merges_the_last_adapter(merge: bool, write: Callable[..., Path]) 
     folder = write(lora=True, merge=merge, options={"lora_rank": 16})
     values = values_of(command_of(folder))
     assert (values["tuner_type"], values["lora_rank"], values["merge_lora"]) == ("lora", "16", "false")
-    assert ("--final final --merge --" in (folder / "run.sh").read_text()) == merge
+    assert ("--final final --overwrite --merge --" in (folder / "run.sh").read_text()) == merge
 
 
 def test_several_nodes_are_variables_of_the_cluster(write: Callable[..., Path], tmp_path: Path) -> None:

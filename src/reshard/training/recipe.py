@@ -37,17 +37,8 @@ class Recipe:
         (folder / RUN).chmod(0o755)
 
     def _run(self) -> str:
-        guard = [
-            "reshard",
-            "guard",
-            "--log",
-            LOG,
-            "--final",
-            FINAL,
-            "--overwrite",  # a folder that another run of the recipe has made
-            *(["--merge"] if self.merge else []),
-            "--",
-        ]
+        merge = ["--merge"] if self.merge else []
+        guard = ["reshard", "guard", "--log", LOG, "--final", FINAL, "--overwrite", *merge, "--"]
         exports = "".join(f"export {name}={_quoted(value)}\n" for name, value in self.environment.items())
         lines = " \\\n  ".join([shlex.join(guard), *_lines(self.command), '"$@"'])
         return (

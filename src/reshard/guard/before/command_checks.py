@@ -148,7 +148,9 @@ def _missing(command: TrainingCommand, modules: tuple[str, ...]) -> Iterator[Pro
         )
 
 
-RESUME_PATTERN = re.compile(r"resume|load_checkpoint|--load\b|overwrite_output_dir|from_checkpoint")
+RESUME_PATTERN = re.compile(
+    r"resume|load_checkpoint|--load\b|overwrite_output_dir|from_checkpoint|--finetune[= ]false"
+)
 
 
 def _of_output(command: TrainingCommand, text: str) -> Iterator[Problem]:
