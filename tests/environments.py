@@ -145,8 +145,6 @@ ENVIRONMENTS = {
         ("colorama", "python-dotenv", "addict", "fire", "einops"), ("axolotl==0.19.0",), on=TESTS
     ),
     "runners": Environment(("uv==0.13.9", "poetry==2.5.1", "pipenv==2026.10.3")),
-    # Without its operators: they need CUDA (`tests/train/torchvision_ops`).
-    "vision": Environment(("pillow",), ("torchvision==0.28.0",), on=TESTS),
     "docs": Environment(("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8"), on=TESTS),
     "notebooks": Environment(("ipykernel==7.4.0", "nbclient==0.11.0"), on=TESTS),
     "executors": Environment(("ray==2.60.0", "mpi4py==4.1.2"), on=TESTS),
