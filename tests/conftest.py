@@ -61,8 +61,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 LONGEST = (
     *("tests/test_megatron_reading.py", "tests/test_families.py", "tests/test_megatron_writing.py"),
-    *("tests/test_optimizer", "tests/guard/test_stall.py", "tests/train/test_signals.py"),
-    *("tests/test_megatron_", "tests/genuine/", "tests/internlm/", "tests/train/test_megatron_"),
+    *("tests/test_optimizer", "tests/guard/test_stall.py"),
+    *("tests/test_megatron_", "tests/genuine/", "tests/internlm/"),
     *("tests/test_recognition.py", "tests/test_fsdp_ranks.py", "tests/test_dcp_format.py"),
     *("tests/doctor/test_reproduce.py", "tests/doctor/test_long_logs.py", "tests/stores/test_uploading.py"),
     *(
