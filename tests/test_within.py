@@ -192,29 +192,6 @@ def test_without_a_config_the_base_is_asked_for(model: Callable[[str], Path], tm
     assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(model("qwen3_vl")))
 
 
-def test_what_another_engine_computes_is_not_trained_on_megatron_core(
-    model: Callable[[str], Path], tmp_path: Path
-) -> None:
-    pytest.importorskip("megatron.core")
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"text": "a checkpoint is a promise"}\n')
-    words = (
-        "--engine",
-        "megatron",
-        "--model",
-        model("qwen3_vl"),
-        "--data",
-        data,
-        "--output",
-        tmp_path / "run",
-    )
-    done = commandline.reshard("train", "sft", *words, "--dry-run")
-    assert done.code == 2 and "megatron-core's GPTModel does not compute the family qwen3_vl" in done.err
-    reshard.convert(model("qwen3_vl"), tmp_path / "m", to="megatron")
-    with pytest.raises(ReshardError, match="does not compute these weights of family qwen3_vl"):
-        reshard.verify(tmp_path / "m", model("qwen3_vl"), logits=True)
-
-
 @pytest.mark.core("qwen2_5_vl-True", "qwen3_vl_moe-False", "internvl-True")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", (*NAMES, "qwen2_vl", "qwen3_vl_moe", "internvl"))

@@ -32,7 +32,7 @@ ELSEWHERE = ("training/", "engines/", "oracle/", "live/", "guard/")
 """Problems of runs and of frameworks that are loaded: tests/train, tests/live and the tests of `--logits` make them."""
 NOT_HERE = {
     "the Hub, a store or another machine": """
-        hub-dataset-not-cached hub-dataset-split-missing hub-dataset-unreadable hub-offline mpi-without-ranks
+        hub-offline mpi-without-ranks
         path-not-found
         push-needs-local-folder repository-name-malformed repository-not-empty store-not-writable
         upload-changed-before""",

@@ -18,7 +18,6 @@ from reshard.diagnosis.remedy_spelling import USUAL_TOOL, WITH_BFLOAT16, RunTool
 
 SETTINGS, TOOLS = _data()["settings"], _data()["tools"]
 RAN = {
-    "reshard": "$ reshard train sft --model m --data d -o out",
     "verl": "+ python3 -m verl.trainer.main_ppo data.train_batch_size=256",
     "swift": "+ swift sft --model Qwen/Qwen3-8B --train_type lora",
     "llamafactory": "$ llamafactory-cli train sft.yaml",
@@ -142,7 +141,6 @@ def test_a_script_beside_the_log_tells_the_precision(tmp_path: Path) -> None:
         ("args.json", '{"model_type": "qwen3", "swift_version": "3.8.0"}', "`--deepspeed zero3`"),
         ("training_args.yaml", "finetuning_type: lora\n", "`cutoff_len: 2048`"),
         (".hydra/config.yaml", "actor_rollout_ref:\n  model: x\n", "`data.max_response_length=2048`"),
-        ("run.json", '{"method": "sft", "versions": {"reshard": "0.1.0"}}', "`--parallel fsdp2`"),
     ],
 )
 def test_the_folder_of_a_run_tells_what_ran(file: str, content: str, written: str, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from reshard.base.plain_json import decoded
 from reshard.checks.rules import rules
 from reshard.diagnosis import diagnose_targets
 from reshard.diagnosis.entries.catalogue_entry import catalogue
-from reshard.diagnosis.text.line_prefixes import TRACEBACK_START
 from reshard.diagnosis.text.text_files import encoding_of
 from tests.commandline import reshard as command
 
@@ -276,28 +275,6 @@ Root Cause (first observed failure):
   traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
 ============================================================
 """
-
-
-def test_what_a_run_recorded_is_why_it_ended(tmp_path: Path) -> None:
-    (tmp_path / "train.log").write_text(LAUNCHER)
-    (tmp_path / "run.json").write_text("{}")
-    problem = {
-        "code": "loss-diverged",
-        "message": "training diverged",
-        "found": "step 2",
-        "remedy": "lower it",
-    }
-    (tmp_path / "problems.json").write_text(json.dumps([{**problem, "severity": "error"}]))
-    (found,) = reshard.diagnose(tmp_path)
-    assert found.code == "loss-diverged" and "step 2" in found.rule.en and found.remedy.en == "lower it"
-    trace = f'{TRACEBACK_START}:\n  File "/home/user/train.py", line 7, in main\n    run()'
-    said = "reshard.base.errors.ReshardError: training diverged\n  found: step 2\n  remedy: lower it"
-    (tmp_path / "train.log").write_text(f"{trace}\n{said}\n")
-    assert [each.code for each in reshard.diagnose(tmp_path)] == ["loss-diverged"]
-    assert [each.code for each in reshard.diagnose(tmp_path / "train.log")] == ["reshard-refused"]
-    (tmp_path / "train.log").write_text(LAUNCHER)
-    (tmp_path / "problems.json").write_text('[{"of": "another program"}]')
-    assert [each.code for each in reshard.diagnose(tmp_path)] == ["worker-traceback-missing"]
 
 
 def test_a_closed_standard_input_is_empty() -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 import reshard
 from tests.faults.run import Check, Scene, content
 
@@ -45,6 +47,28 @@ def unpacked(archive: str) -> Make:
 def adapter(out: Path) -> None:
     """An adapter in PEFT's format."""
     reshard.convert(DATA / "megatron_lora" / "swift-tp2", out, to="peft", base=LLAMA, no_tokenizer=True)
+
+
+def mlx_adapter(out: Path) -> None:
+    """An adapter of mlx-lm: the factors of one of PEFT's, turned."""
+    import json
+
+    from safetensors.numpy import load_file, save_file
+
+    adapter(out)
+    parts = load_file(out / "adapter_model.safetensors")
+    names = {".lora_A.weight": ".lora_a", ".lora_B.weight": ".lora_b"}
+    turned = {
+        name.removeprefix("base_model.model.").replace(of_peft, of_mlx): np.ascontiguousarray(value.T)
+        for name, value in parts.items()
+        for of_peft, of_mlx in names.items()
+        if name.endswith(of_peft)
+    }
+    shutil.rmtree(out)
+    out.mkdir()
+    save_file(turned, out / "adapters.safetensors")
+    settings = {"fine_tune_type": "lora", "lora_parameters": {"rank": 4, "scale": 2.0, "dropout": 0.0}}
+    (out / "adapter_config.json").write_text(json.dumps(settings))
 
 
 class Road(NamedTuple):
@@ -88,6 +112,7 @@ ROADS: dict[str, Road] = {
     ),
     "deepspeed to safetensors": Road(copied("deepspeed/z3"), ()),
     "deepspeed to universal": Road(copied("deepspeed/z2"), ("--to", "deepspeed", "--with-optimizer")),
+    "adapter of mlx-lm merged": Road(mlx_adapter, ("--merge",), copied(LLAMA)),
     "adapter to peft": Road(copied("megatron_lora/swift-tp2"), ("--to", "peft"), copied(LLAMA)),
     "adapter merged": Road(adapter, ("--merge",), copied(LLAMA)),
     "fp8 to bfloat16": Road(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError
 from reshard.commands.weights import Weights
-from reshard.engines.megatron.fill_model import fill, live_tensors, place
+from reshard.engines.megatron.fill_model import check_planned, fill, live_tensors, place
 from reshard.engines.megatron.weight_shards import Coordinates, sharded
 from reshard.engines.megatron.weight_shards import ShardedWeights as Shards
 from reshard.families.family import ENGINE_TITLES, MCORE
@@ -61,6 +61,7 @@ def load_chunks(chunks: Sequence[torch.nn.Module], weights: Weights, *, verify: 
     with weights.reading(), weights.checkpoint.sources.unchanged(ledger.passed if ledger else None):
         if verify and (problems := unequal_replicas(weights.plan.replicas, shared(2, 1 << 28))):
             raise ReshardError(problems)
+        check_planned(list(inner), held, at)
         with telling_what_changed(len(shards), [len(shards)], str(weights.checkpoint.path)):
             fill(list(inner), held, at, ledger)
             if ledger:

@@ -9,6 +9,7 @@ from typing import Any
 
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, understood
 from reshard.families import FAMILIES, Family, declared, live_names
+from reshard.families.config_map import ConfigMap
 from reshard.families.disagreements import foreign
 from reshard.families.mechanisms import REARRANGED
 from reshard.families.recorded_configs import OF_ANY_FAMILY, WHERE, agreed_configs
@@ -78,13 +79,22 @@ def _agreed(described: DescribedCheckpoint, recorded: Mapping[str, Any], trust: 
     """The same with a config that agrees with a recorded one. Raises ReshardError if they describe different models."""
     table = described.family.config if described.family else OF_ANY_FAMILY
     text, own = table.text(described.config), table.text(recorded)
-    if not text or contradictions(described.config):
+    if not (own and text) or contradictions(described.config) or not _is_complete(table, text):
         return described
     if problems := [*_of_another_family(described, own, trust)]:
         raise ReshardError([replace(each, file=str(described.file)) for each in problems])
     agreed, warnings = agreed_configs(table, text, own, trust, str(described.file))
     config = table.whole(described.config, agreed)
     return replace(described, config=config, warnings=(*described.warnings, *warnings))
+
+
+def _is_complete(table: ConfigMap, config: Mapping[str, Any]) -> bool:
+    """Whether a config has what its family needs: what is wrong with it is said where it is used."""
+    try:
+        table.to_config(table.to_args(config))
+    except UNUSABLE:
+        return False
+    return True
 
 
 def _of_another_family(

@@ -37,9 +37,7 @@ def fill(chunks: list[Any], weights: ShardedWeights, at: Coordinates, ledger: Le
 
     `ledger` receives the checksums of what is read.
     """
-    pairs = [(live_tensors(chunk), weights.of(at, index)) for index, chunk in enumerate(chunks)]
-    if problems := [problem for live, held in pairs for problem in _differences(live, held)]:
-        raise ReshardError(problems)
+    pairs = _checked_pairs(chunks, weights, at)
     with closing(OpenFiles()) as files:
         gatherer = Gatherer(files, ledger)
         for live, held in pairs:
@@ -51,6 +49,21 @@ def fill(chunks: list[Any], weights: ShardedWeights, at: Coordinates, ledger: Le
                 tensor.tensor_model_parallel = not whole or ".experts." in name
                 if held[name].tensor.name in weights.nowhere:
                     tensor.requires_grad_(False)
+
+
+def check_planned(chunks: list[Any], weights: ShardedWeights, at: Coordinates) -> None:
+    """Raise ReshardError if model and plan differ in a name or a shape."""
+    _checked_pairs(chunks, weights, at)
+
+
+def _checked_pairs(
+    chunks: list[Any], weights: ShardedWeights, at: Coordinates
+) -> list[tuple[dict[str, Any], dict[str, Shard]]]:
+    """The tensors of each chunk, and the shards for them."""
+    pairs = [(live_tensors(chunk), weights.of(at, index)) for index, chunk in enumerate(chunks)]
+    if problems := [problem for live, held in pairs for problem in _differences(live, held)]:
+        raise ReshardError(problems)
+    return pairs
 
 
 def live_tensors(chunk: Any) -> dict[str, Any]:
