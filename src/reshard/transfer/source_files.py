@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from isal.isal_zlib import crc32
 
-from reshard.base.errors import Problem, ReshardError, cause_of
+from reshard.base.errors import Problem, ReshardError
 from reshard.stores import (
     OpenFile,
     Stamp,
@@ -271,12 +271,12 @@ class Sources:
         """
         try:
             yield
-        except (ReshardError, OSError) as error:
+        except (ReshardError, OSError):
             problems = []
             with suppress(ReshardError):  # if a store does not answer, `error` reports it
                 problems = self.changed(passed)
             if problems:
-                raise ReshardError(problems) from cause_of(error)
+                raise ReshardError(problems) from None  # it will not pass: nothing is kept to continue from
             raise
         if problems := self.changed(passed):
             raise ReshardError(problems)
