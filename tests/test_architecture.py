@@ -130,7 +130,7 @@ def test_no_modules_import_each_other() -> None:
     assert {name: sorted(targets & left.keys()) for name, targets in left.items()} == {}
 
 
-DOCTOR = ("text", "history", "causes", "entries", "facts", "targets", "ask")
+DOCTOR = ("text", "history", "causes", "entries", "facts", "targets")
 """The packages of the doctor. None imports a later one."""
 
 

@@ -39,7 +39,7 @@ CONTRACT = {
     "verify": "--base --logits --proof --json",
     "guard": "--check --startup --stall --final --json",
     "train": "--model --data --output --lora --parallel --nproc --reward --write-only --resume --json",
-    "doctor": "--lang --list --explain --json --python --ask --model --ask-dry-run",
+    "doctor": "--lang --list --explain --json --python",
     "mcp": "--time-limit --output-limit --skill --json",
     "support": "--json",
     "install-completion": "--print --json",

@@ -31,7 +31,6 @@ DATA = Path(__file__).parent / "data"
 ELSEWHERE = ("docs/demo.md", "docs/tutorials")
 """Pages whose commands need each other's output: tests/test_demo.py and tests/test_tutorials.py run them."""
 PARSED = {
-    "--ask": "asks a model over the network",
     "train": "tests/train runs it",
     "guard": "tests/guard runs it",
     "mcp": "waits for a client: tests/test_mcp.py runs it",

@@ -43,8 +43,7 @@ NOT_HERE = {
     "a terabyte": "vocabulary-padded-too-far",
     "the arguments of another script (tests/test_dropins.py)": """
         drop-in-adapter drop-in-backend-differs drop-in-vocabulary-differs""",
-    "a server that is asked (tests/doctor/test_ask.py), or a client of agents (tests/test_mcp.py)": """
-        ask-answer ask-no-answer ask-refused ask-url path-outside-folders tool-without-answer""",
+    "a client of agents (tests/test_mcp.py)": "path-outside-folders tool-without-answer",
 }
 """What an input needs that a test cannot make here, and the codes of such problems."""
 NO_CASE_YET = """

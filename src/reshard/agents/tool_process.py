@@ -42,7 +42,7 @@ def plan(src: str, dst: str, **options: Any) -> dict[str, Any]:
 
 
 def facts(targets: list[str]) -> dict[str, Any]:
-    from reshard.diagnosis.ask.redaction import without_keys
+    from reshard.agents.secrets import without_keys
     from reshard.diagnosis.diagnose_targets import examine
 
     seen = examine(*targets)

@@ -17,8 +17,6 @@ from reshard.base.languages import LANGUAGES, Text, locale_language
 from reshard.base.options import About
 from reshard.checks.environment import ENVIRONMENT_PACKAGES, Environment, look_around
 from reshard.checks.rules import rules
-from reshard.cli import asking
-from reshard.cli.asking import AskOptions
 from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
 from reshard.cli.options import quiet_option
 from reshard.cli.record import record_options
@@ -78,7 +76,7 @@ class CatalogueOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(AskOptions, DoctorOptions, CatalogueOptions):
+class Flags(DoctorOptions, CatalogueOptions):
     """All options of the command."""
 
     def check(self, targets: Sequence[StrPath]) -> None:
@@ -113,32 +111,24 @@ def command(targets: tuple[str, ...], *, quiet: bool, json_output: bool, **optio
       reshard doctor run/                         the folder of a run: its logs, configs and checkpoints
       torchrun … 2>&1 | reshard doctor -          a log from a pipe
       reshard doctor --explain ID                 one failure in the catalogue
-      reshard doctor train.log --ask URL --model NAME    and what a language model says
 
     Each finding states how certain it is. Fix the first one first. --json also prints `facts`: what the files show,
     each with its line, and in `unseen` what they do not show, with the command that would.
 
-    --ask sends the facts and at most 150 lines of the logs, without secrets, addresses, and names of users and hosts.
-    The key comes from RESHARD_ASK_KEY or, for api.openai.com only, from OPENAI_API_KEY. False statements that the
-    doctor recognizes are removed from the answer.
-
-    Exit status: 0 no errors (there may be warnings), 1 errors, 2 a target cannot be read, or no model answered.
+    Exit status: 0 no errors (there may be warnings), 1 errors, 2 a target cannot be read.
     """
     flags = Flags(**options)
     language = flags.lang or locale_language()
     flags.check(targets)
-    url = flags.url_for(targets)
     if flags.list_all:
         _list(language, json_output)
     elif flags.explain:
         _explain(flags.explain, language, json_output)
     else:
-        _diagnose(targets, flags, url, quiet=quiet, json_output=json_output)
+        _diagnose(targets, flags, quiet=quiet, json_output=json_output)
 
 
-def _diagnose(
-    targets: tuple[str, ...], flags: Flags, url: str | None, *, quiet: bool, json_output: bool
-) -> None:
+def _diagnose(targets: tuple[str, ...], flags: Flags, *, quiet: bool, json_output: bool) -> None:
     """Examine the targets or the environment, print what was found, and exit."""
     language = flags.lang or locale_language()
     python = None if flags.python is None else str(flags.python)
@@ -148,29 +138,17 @@ def _diagnose(
         examination = _examined(targets, json_output or quiet, read.append)
     else:
         examination = Examination(spelled(diagnose_environment(environment), RunTools()))
-    question = asking.Question(examination, url, flags.model or "", language)
-    if flags.ask_dry_run:
-        asking.print_request(question, json_output)
-        return
     findings = examination.findings
     if json_output:
         shown = {} if environment is None else {"environment": environment.as_dict()}
         facts = {} if environment is not None else {"facts": examination.facts}
-        answer = asking.in_json(question) if url else {}
-        print_json(
-            {**shown, "findings": [finding.told(flags.lang) for finding in findings], **facts, **answer}
-        )
-        if "problems" in answer:
-            sys.exit(2)
+        print_json({**shown, "findings": [finding.told(flags.lang) for finding in findings], **facts})
     elif quiet:
         _print_lines(findings, language)
     else:
         if environment is not None:
             _print_environment(environment, language)
         _print(findings, read, language)
-    if url and not json_output:
-        sys.stdout.flush()
-        asking.print_answer(question, quiet)
     sys.exit(1 if any(finding.severity == "error" for finding in findings) else 0)
 
 
