@@ -8,12 +8,12 @@ from pathlib import Path
 
 import click
 
-from reshard.agents.options import ServerOptions as McpOptions
 from reshard.base.options import options_of
 from reshard.cli import cli
 from reshard.cli.support import NOT_TESTED, support
-from reshard.guard.options import GuardOptions
-from reshard.training.options import TrainOptions
+from reshard.runs.guard.options import GuardOptions
+from reshard.runs.mcp.options import ServerOptions as McpOptions
+from reshard.runs.train.options import TrainOptions
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.agents.secrets import without_keys
+from reshard.runs.mcp.secrets import without_keys
 
 SECRETS = {
     "HF_TOKEN={}": "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",

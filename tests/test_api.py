@@ -177,7 +177,7 @@ def test_type_checkers_see_the_same(tmp_path: Path) -> None:
     told = re.findall(r'Revealed type is "(.*?)"', done.stdout)
     assert [each.rpartition(".")[2] for each in told[:7]] == [
         "Weights",
-        "Outcome",
+        "TrainingRun",
         "Comparison",
         "Integrity",
         "Proof",
@@ -313,7 +313,7 @@ def test_foreign_text_is_no_markup_in_a_notebook() -> None:
 
 
 def test_the_guard_is_there_without_an_import_of_its_own() -> None:
-    assert reshard.guard.check.__module__ == "reshard.guard.in_script"
+    assert reshard.guard.check.__module__ == "reshard.runs.guard.in_script"
 
 
 def test_a_dtype_that_does_not_exist_is_refused_at_once(tmp_path: Path) -> None:

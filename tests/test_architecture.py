@@ -28,11 +28,11 @@ ORDER = (
     ("cluster",),
     ("commands",),
     ("pages",),
-    ("engines", "checks"),
-    ("oracle", "diagnosis"),
+    ("engines",),
+    ("oracle",),
     ("api",),
-    ("agents", "guard"),
-    ("training", "live"),
+    ("live", "runs"),
+    ("guard",),
     ("cli",),
     ("dropins",),
 )
@@ -89,7 +89,7 @@ def test_imports_run_downwards(part: str) -> None:
 
 def test_only_the_top_imports_the_public_package() -> None:
     found = {part_of(name_of(path)) for path in MODULES if "reshard" in imported(path)}
-    assert found <= {"agents", "cli", *FREE}  # the package imports the others, on first use
+    assert found <= {"runs", "cli", *FREE}  # the package imports the others, on first use
 
 
 def test_the_architecture_page_tells_the_same_order() -> None:
@@ -130,20 +130,54 @@ def test_no_modules_import_each_other() -> None:
     assert {name: sorted(targets & left.keys()) for name, targets in left.items()} == {}
 
 
+RUNS = (("checks",), ("doctor",), ("guard",), ("train", "mcp"))
+"""The packages of `runs`, from the bottom to the top."""
 DOCTOR = ("text", "history", "causes", "entries", "facts", "targets")
 """The packages of the doctor. None imports a later one."""
+
+
+def test_the_packages_of_runs_run_downwards() -> None:
+    level = {package: at for at, packages in enumerate(RUNS) for package in packages}
+    assert {path.name for path in (SOURCE / "runs").iterdir() if (path / "__init__.py").exists()} == {*level}
+    upwards = [
+        f"{name_of(path)} imports {module}"
+        for package in level
+        for path in (SOURCE / "runs" / package).rglob("*.py")
+        for module in imported(path)
+        for other in level.keys() - {package}
+        if module.startswith(f"reshard.runs.{other}") and level[other] >= level[package]
+    ]
+    assert upwards == []
 
 
 def test_the_packages_of_the_doctor_run_downwards() -> None:
     upwards = [
         f"{name_of(path)} imports {module}"
         for level, package in enumerate(DOCTOR)
-        for path in (SOURCE / "diagnosis" / package).rglob("*.py")
+        for path in (SOURCE / "runs" / "doctor" / package).rglob("*.py")
         for module in imported(path)
         for other in DOCTOR[level + 1 :]
-        if module.startswith(f"reshard.diagnosis.{other}.")
+        if module.startswith(f"reshard.runs.doctor.{other}.")
     ]
     assert upwards == []
+
+
+OF_THE_CORE = """
+    adapters adapters.adapter algebra.tensors api commands.conversion commands.inspection commands.options
+    containers.torchfiles.pickles families families.config_map families.outer_model families.rules folders
+    folders.base_hints folders.companions folders.find_weights formats formats.checkpoint formats.contract
+    formats.megatron formats.not_found formats.options formats.peft model.described_checkpoint model.model_heads
+    oracle.transformers planning records.checkpoint_files records.reshard_json reshard stores
+    stores.checkpoint_names stores.hub transfer.elements transfer.gather transfer.source_files
+    transfer.thread_files
+""".split()
+"""The modules of the core that `runs` may import, besides those of `base`."""
+
+
+def test_runs_imports_these_modules_of_the_core() -> None:
+    modules = {module for path in (SOURCE / "runs").rglob("*.py") for module in imported(path)}
+    of_the_core = {module for module in modules if part_of(module) not in ("base", "runs")}
+    assert sorted(module.removeprefix("reshard.") for module in of_the_core) == sorted(OF_THE_CORE)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import reshard
 from reshard.base.translations import translations
-from reshard.checks.rules import rules
-from reshard.diagnosis.entries.catalogue_entry import catalogue
+from reshard.runs.checks.rules import rules
+from reshard.runs.doctor.entries.catalogue_entry import catalogue
 from tests.commandline import reshard as command
 
 SOURCE = Path(reshard.__file__).parent
@@ -95,7 +95,7 @@ def test_no_code_is_that_of_a_failure_or_a_rule() -> None:
 
 
 def test_an_id_is_of_one_rule() -> None:
-    files = sorted((SOURCE / "checks" / "rules").glob("*.yaml"))
+    files = sorted((SOURCE / "runs" / "checks" / "rules").glob("*.yaml"))
     assert files
     ids = [
         name

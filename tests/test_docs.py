@@ -24,7 +24,7 @@ from reshard.cli import COMMANDS, cli
 from reshard.cli.support import support
 from reshard.dropins import convert_torch_dist_to_hf, model_merger, zero_to_fp32
 from reshard.formats.contract import Format, Target
-from reshard.training.methods import TRAINING_METHODS
+from reshard.runs.train.methods import TRAINING_METHODS
 from tests.tables import TABLES
 
 REPOSITORY = Path(__file__).parents[1]

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from reshard import guard
 from reshard.base.errors import ReshardError
-from reshard.guard import in_script
+from reshard.runs.guard import in_script
 from tests.work import calls
 
 
@@ -111,7 +111,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, DistributedConfig
 from reshard import guard
 from reshard.base.errors import ReshardError
-from reshard.guard import in_script
+from reshard.runs.guard import in_script
 
 torch.distributed.init_process_group("gloo")
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], distributed_config=DistributedConfig(tp_size=2))
@@ -316,7 +316,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 from reshard import guard
 from reshard.base.errors import ReshardError
-from reshard.guard import in_script
+from reshard.runs.guard import in_script
 
 distributed.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))

@@ -23,7 +23,7 @@ from mcp.shared.exceptions import MCPError
 from safetensors.numpy import load_file, save_file
 
 import reshard as api
-from reshard.agents.tool_process import AGENT_TOOLS, shortened
+from reshard.runs.mcp.tool_process import AGENT_TOOLS, shortened
 from tests.commandline import listing, reshard
 from tests.test_docs import check_parses
 
@@ -70,7 +70,7 @@ def running() -> list[psutil.Process]:
     return [
         each
         for each in psutil.Process().children(recursive=True)
-        if any("reshard.agents.tool_process" in word for word in each.cmdline())
+        if any("reshard.runs.mcp.tool_process" in word for word in each.cmdline())
     ]
 
 
@@ -235,7 +235,7 @@ def test_nothing_outside_is_read(place: Path, tmp_path: Path) -> None:
 CONFINED = """
 import os, subprocess, socket, sys
 from pathlib import Path
-from reshard.agents.confinement import confine
+from reshard.runs.mcp.confinement import confine
 
 inside = sys.argv[1]
 confine([inside], sys.path)
@@ -371,7 +371,7 @@ def test_the_command_refuses_what_is_no_folder(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
-    monkeypatch.delitem(sys.modules, "reshard.agents.server", raising=False)
+    monkeypatch.delitem(sys.modules, "reshard.runs.mcp.server", raising=False)
     (problem,) = reshard("mcp", tmp_path, "--json").json["problems"]
     assert problem["code"] == "package-not-installed" and "mcp" in problem["found"]
 

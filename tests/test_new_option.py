@@ -105,7 +105,7 @@ def test_an_option_of_convert(hf_model: Callable[..., Path], tmp_path: Path) -> 
     [
         ("inspect", "api/inspection.py", "InspectOptions"),
         ("verify", "api/verification.py", "CheckOptions"),
-        ("doctor", "api/diagnosis.py", "DoctorOptions"),
+        ("doctor", "runs/doctor/python_api.py", "DoctorOptions"),
     ],
 )
 def test_an_option_of_another_command(

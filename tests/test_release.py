@@ -113,7 +113,7 @@ def test_the_wheel_has_what_runs_and_the_sdist_what_tests_it(built: tuple[Path, 
         packed = {member.filename: member.file_size for member in archive.infolist()}
     source = {name.removeprefix("src/") for name in inside if name.startswith("src/")}
     assert source == {name for name in packed if name.startswith("reshard/")}
-    assert {"reshard/py.typed", "reshard/checks/rules/code.yaml"} <= source
+    assert {"reshard/py.typed", "reshard/runs/checks/rules/code.yaml"} <= source
     assert inside.keys() - {"PKG-INFO"} == tracked()
     assert max([*inside.values(), *packed.values()]) < 1 << 20
     assert wheel.stat().st_size < 5 << 20 and sdist.stat().st_size < 30 << 20

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import pytest
 
 import reshard
-from reshard.diagnosis.entries.catalogue_entry import catalogue
+from reshard.runs.doctor.entries.catalogue_entry import catalogue
 from tests import environments
 
 REPOSITORY = Path(__file__).parents[1]

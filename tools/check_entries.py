@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from reshard.diagnosis.entries.catalogue_entry import CATALOGUE_FOLDER
+from reshard.runs.doctor.entries.catalogue_entry import CATALOGUE_FOLDER
 
 SCHEMA = CATALOGUE_FOLDER.with_name("catalogue.schema.json")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.diagnosis.entries.catalogue_entry import CatalogueEntry, catalogue
-from reshard.diagnosis.remedy_spelling import RunTools
+from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogue
+from reshard.runs.doctor.remedy_spelling import RunTools
 
 KINDS = {
     "error": "Errors",
@@ -27,7 +27,7 @@ def _lines() -> Iterator[str]:
     yield ""
     yield (
         f"The {len(entries)} failures that `reshard doctor` knows, made from its catalogue: one YAML file for each in "
-        "`src/reshard/diagnosis/entries/catalogue/`. [Add a failure](add-a-failure.md) shows how one is written."
+        "`src/reshard/runs/doctor/entries/catalogue/`. [Add a failure](add-a-failure.md) shows how one is written."
     )
     for kind, heading in KINDS.items():
         yield ""

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from reshard.algebra.layout import Layout, SavedLayout
     from reshard.api.averaging import average
     from reshard.api.conversion import convert
-    from reshard.api.diagnosis import doctor
     from reshard.api.inspection import inspect
     from reshard.api.streams import stream
     from reshard.api.supported import support
@@ -38,12 +37,13 @@ if TYPE_CHECKING:
     from reshard.commands.lazy import LazyTensor
     from reshard.commands.verification import Comparison
     from reshard.commands.weights import Weights
-    from reshard.diagnosis import Finding, diagnose
     from reshard.formats.checkpoint import Checkpoint
     from reshard.live.python_api import from_pretrained, load_into
     from reshard.records.reshard_json import Integrity
-    from reshard.training.python_api import train
-    from reshard.training.start import TrainingRun
+    from reshard.runs.doctor import Finding, diagnose
+    from reshard.runs.doctor.python_api import doctor
+    from reshard.runs.train.python_api import train
+    from reshard.runs.train.start import TrainingRun
     from reshard.transfer.plan import Plan
 
 __all__ = [
@@ -81,7 +81,7 @@ _HOMES = {
     "reshard.algebra.layout": ("Layout", "SavedLayout"),
     "reshard.api.averaging": ("average",),
     "reshard.api.conversion": ("convert",),
-    "reshard.api.diagnosis": ("doctor",),
+    "reshard.runs.doctor.python_api": ("doctor",),
     "reshard.api.inspection": ("inspect",),
     "reshard.api.streams": ("stream",),
     "reshard.api.supported": ("support",),
@@ -89,14 +89,14 @@ _HOMES = {
     "reshard.api.weights": ("open",),
     "reshard.commands.conversion": ("Conversion",),
     "reshard.commands.coverage": ("Proof",),
-    "reshard.diagnosis": ("Finding", "diagnose"),
+    "reshard.runs.doctor": ("Finding", "diagnose"),
     "reshard.base.errors": ("Problem", "ReshardError"),
     "reshard.formats.checkpoint": ("Checkpoint",),
     "reshard.live.python_api": ("from_pretrained", "load_into"),
     "reshard.records.reshard_json": ("Integrity",),
     "reshard.commands.inspection": ("Inspection",),
-    "reshard.training.python_api": ("train",),
-    "reshard.training.start": ("TrainingRun",),
+    "reshard.runs.train.python_api": ("train",),
+    "reshard.runs.train.start": ("TrainingRun",),
     "reshard.transfer.plan": ("Plan",),
     "reshard.commands.verification": ("Comparison",),
     "reshard.commands.lazy": ("LazyTensor",),

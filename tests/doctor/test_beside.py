@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.runs.doctor.log_diagnosis import diagnose_text
 
 FLASH = """\
 Traceback (most recent call last):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.checks.finding import UNKNOWN_FAILURE
-from reshard.diagnosis.entries.catalogue_entry import catalogue
-from reshard.diagnosis.log_diagnosis import diagnose_text
-from reshard.diagnosis.unknown_failure import nearest
+from reshard.runs.checks.finding import UNKNOWN_FAILURE
+from reshard.runs.doctor.entries.catalogue_entry import catalogue
+from reshard.runs.doctor.log_diagnosis import diagnose_text
+from reshard.runs.doctor.unknown_failure import nearest
 from tests.commandline import reshard as command
 
 ENTRIES = catalogue()

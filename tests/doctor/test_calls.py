@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reshard.base.languages import LANGUAGES
-from reshard.checks.finding import UNKNOWN_FAILURE
-from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.runs.checks.finding import UNKNOWN_FAILURE
+from reshard.runs.doctor.log_diagnosis import diagnose_text
 from tests.doctor.test_classes import SITE, assert_class, raised
 
 CALLS = {

@@ -15,10 +15,15 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from reshard.checks.rules import rules
 from reshard.cli import cli
-from reshard.diagnosis.entries.analyses import ANALYSES
-from reshard.diagnosis.entries.catalogue_entry import CATALOGUE_FOLDER, ENTRY_KINDS, CatalogueEntry, catalogue
+from reshard.runs.checks.rules import rules
+from reshard.runs.doctor.entries.analyses import ANALYSES
+from reshard.runs.doctor.entries.catalogue_entry import (
+    CATALOGUE_FOLDER,
+    ENTRY_KINDS,
+    CatalogueEntry,
+    catalogue,
+)
 from tools.check_entries import SCHEMA, main, problems
 from tools.failures_page import page
 

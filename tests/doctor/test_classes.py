@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from reshard.checks.finding import Finding
-from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.runs.checks.finding import Finding
+from reshard.runs.doctor.log_diagnosis import diagnose_text
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"
 LOAD = "RuntimeError: Error(s) in loading state_dict for Net:\n\t"

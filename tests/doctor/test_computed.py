@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.checks.finding import UNKNOWN_FAILURE, Finding
-from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.runs.checks.finding import UNKNOWN_FAILURE, Finding
+from reshard.runs.doctor.log_diagnosis import diagnose_text
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from reshard.checks.finding import UNKNOWN_FAILURE
-from reshard.checks.rules import rules
-from reshard.diagnosis import log_diagnosis
-from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.runs.checks.finding import UNKNOWN_FAILURE
+from reshard.runs.checks.rules import rules
+from reshard.runs.doctor import log_diagnosis
+from reshard.runs.doctor.log_diagnosis import diagnose_text
 from tests.doctor.test_classes import LOAD, SITE, first, raised
 
 SOURCE = Path(str(log_diagnosis.__file__)).parent

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.checks.environment import Gpu
-from reshard.checks.finding import Finding
-from reshard.diagnosis.targets import training_configs
+from reshard.runs.checks.environment import Gpu
+from reshard.runs.checks.finding import Finding
+from reshard.runs.doctor.targets import training_configs
 from tests.commandline import reshard as command
 
 FSDP = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from reshard.base.languages import LANGUAGES
-from reshard.checks.precision import has_bfloat16
-from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.runs.checks.precision import has_bfloat16
+from reshard.runs.doctor.log_diagnosis import diagnose_text
 
 REFUSED = {
     "RuntimeError: Found dtype BFloat16 but expected Float": ("dtypes-differ", "`dtype=torch.bfloat16`"),

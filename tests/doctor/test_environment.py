@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.checks import environment as machine
-from reshard.checks.environment import Environment, Gpu, look_around
-from reshard.diagnosis.targets.environments import diagnose_environment
+from reshard.runs.checks import environment as machine
+from reshard.runs.checks.environment import Environment, Gpu, look_around
+from reshard.runs.doctor.targets.environments import diagnose_environment
 from tests.commandline import reshard as command
 from tests.environments import python
 
@@ -160,7 +160,7 @@ def test_this_environment_is_read_without_importing_it() -> None:
     seen = look_around()
     assert seen.versions["torch"] == version("torch") and seen.cuda == (torch.version.cuda or "")
     code = (
-        "import sys; from reshard.checks.environment import look_around; look_around();"
+        "import sys; from reshard.runs.checks.environment import look_around; look_around();"
         "print('torch' in sys.modules)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

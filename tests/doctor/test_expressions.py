@@ -17,24 +17,24 @@ from typing import Any
 
 import pytest
 
-from reshard.diagnosis.causes.gpus_and_ports import _FLAG
-from reshard.diagnosis.entries.catalogue_entry import catalogue
-from reshard.diagnosis.remedy_spelling import _shows
-from reshard.diagnosis.text.text_files import MAX_LINE
+from reshard.runs.doctor.causes.gpus_and_ports import _FLAG
+from reshard.runs.doctor.entries.catalogue_entry import catalogue
+from reshard.runs.doctor.remedy_spelling import _shows
+from reshard.runs.doctor.text.text_files import MAX_LINE
 
 if sys.version_info >= (3, 11):
     from re import _parser as parser
 else:
     import sre_parse as parser
 
-PACKAGE = import_module("reshard.diagnosis")
+PACKAGE = import_module("reshard.runs.doctor")
 METHODS = [
     f"re.{name}"
     for name in ("compile", "search", "match", "fullmatch", "finditer", "findall", "sub", "split")
 ]
-AT_BEGINNING = {"reshard.diagnosis.text.tracebacks._FRAMES"}
+AT_BEGINNING = {"reshard.runs.doctor.text.tracebacks._FRAMES"}
 """Containers whose expressions are only tried at the beginning of a line."""
-OWN = {"reshard.diagnosis.entries.catalogue_entry._PARTS"}
+OWN = {"reshard.runs.doctor.entries.catalogue_entry._PARTS"}
 """Only matched against reshard's own texts."""
 ENDLESS = 2.0
 QUICK = 0.4
@@ -113,7 +113,7 @@ def line(begin: str, unit: str, length: int) -> str:
 
 def expressions() -> Iterator[tuple[str, re.Pattern[str], str]]:
     """All expressions of the engine and the catalogue by name, and the method that each is used with."""
-    for info in pkgutil.walk_packages(PACKAGE.__path__, "reshard.diagnosis."):
+    for info in pkgutil.walk_packages(PACKAGE.__path__, "reshard.runs.doctor."):
         module = import_module(info.name)
         for name, value in vars(module).items():
             for path, pattern in patterns_in(f"{info.name}.{name}", value):

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import reshard
-from reshard.diagnosis import diagnose_targets
-from reshard.diagnosis.diagnose_targets import examine
-from reshard.diagnosis.examination import Examination
-from reshard.diagnosis.facts import collect as module
+from reshard.runs.doctor import diagnose_targets
+from reshard.runs.doctor.diagnose_targets import examine
+from reshard.runs.doctor.examination import Examination
+from reshard.runs.doctor.facts import collect as module
 from tests.commandline import follows_schema
 from tests.commandline import reshard as command
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.checks.finding import UNKNOWN_FAILURE
+from reshard.runs.checks.finding import UNKNOWN_FAILURE
 from tests.doctor.test_classes import SITE, first, raised
 
 MEGATRON = "/home/user/Megatron-LM/megatron/training/arguments.py"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.runs.doctor.log_diagnosis import diagnose_text
 
 CAUGHT = """\
 2026-01-01 10:00:05 - WARNING - could not send metrics, will retry

@@ -18,7 +18,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import reshard
-from reshard.diagnosis import Finding
+from reshard.runs.doctor import Finding
 from tests.commandline import reshard as command
 from tests.doctor.head import runs, tiny_model
 from tests.genuine.megatron import Genuine

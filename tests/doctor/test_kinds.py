@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.runs.doctor.log_diagnosis import diagnose_text
 
 LOAD = """
 import json, sys, traceback

@@ -14,11 +14,11 @@ import yaml
 import reshard
 from reshard.base.errors import Problem
 from reshard.base.translations import translated, translations
-from reshard.checks import phrases, rules
-from reshard.checks.finding import Finding
-from reshard.diagnosis.entries.catalogue_entry import catalogue
-from reshard.diagnosis.log_diagnosis import diagnose_text
-from reshard.diagnosis.targets.environments import diagnose_environment
+from reshard.runs.checks import phrases, rules
+from reshard.runs.checks.finding import Finding
+from reshard.runs.doctor.entries.catalogue_entry import catalogue
+from reshard.runs.doctor.log_diagnosis import diagnose_text
+from reshard.runs.doctor.targets.environments import diagnose_environment
 from tests.commandline import reshard as command
 from tests.doctor import test_configs, test_environment, test_scripts
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from reshard.diagnosis.log_diagnosis import diagnose_text
-from reshard.diagnosis.text.chinese_messages import in_english
+from reshard.runs.doctor.log_diagnosis import diagnose_text
+from reshard.runs.doctor.text.chinese_messages import in_english
 
 SAID = {
     "run.sh: 第 12 行： 4711 段错误               （核心已转储） python train.py": "killed-crash",

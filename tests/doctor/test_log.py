@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 from rich.traceback import Traceback
 
-from reshard.checks.finding import UNKNOWN_FAILURE
-from reshard.diagnosis.log_diagnosis import diagnose_text
-from reshard.diagnosis.text.first_failure import first_failure
-from reshard.diagnosis.text.log import read_log
+from reshard.runs.checks.finding import UNKNOWN_FAILURE
+from reshard.runs.doctor.log_diagnosis import diagnose_text
+from reshard.runs.doctor.text.first_failure import first_failure
+from reshard.runs.doctor.text.log import read_log
 from tests.doctor.tracebacks import failing
 
 FAILURE = [

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.diagnose_targets import diagnose
-from reshard.diagnosis.log_diagnosis import diagnose_text
-from reshard.diagnosis.text.line_prefixes import cleaned
-from reshard.diagnosis.text.log_thinning import FIRST_LINES, MAX_CHARACTERS, thinned
+from reshard.runs.doctor.diagnose_targets import diagnose
+from reshard.runs.doctor.log_diagnosis import diagnose_text
+from reshard.runs.doctor.text.line_prefixes import cleaned
+from reshard.runs.doctor.text.log_thinning import FIRST_LINES, MAX_CHARACTERS, thinned
 from tests.doctor.test_expressions import GENERAL
 
 HEAD = Path(__file__).parent / "head"

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from reshard.diagnosis.causes.out_of_memory import shortage
-from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.runs.doctor.causes.out_of_memory import shortage
+from reshard.runs.doctor.log_diagnosis import diagnose_text
 
 GIB = 2.0**30
 SAID = {

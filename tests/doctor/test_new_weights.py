@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from reshard.diagnosis import Finding
-from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.runs.doctor import Finding
+from reshard.runs.doctor.log_diagnosis import diagnose_text
 
 LISTED = (
     "Some weights of LlamaForCausalLM were not initialized from the model checkpoint at ./out/hf and are newly "

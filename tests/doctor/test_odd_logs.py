@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from reshard.checks.finding import CERTAINTIES, UNKNOWN_FAILURE
-from reshard.diagnosis.entries.catalogue_entry import catalogue
-from reshard.diagnosis.log_diagnosis import diagnose_text
-from reshard.diagnosis.text.line_prefixes import TRACEBACK_START
-from reshard.diagnosis.text.tracebacks import Traceback
-from reshard.diagnosis.unknown_failure import WORKER_TRACEBACK_MISSING
-from reshard.diagnosis.upstream_search import issues_of, own_code, package_of
+from reshard.runs.checks.finding import CERTAINTIES, UNKNOWN_FAILURE
+from reshard.runs.doctor.entries.catalogue_entry import catalogue
+from reshard.runs.doctor.log_diagnosis import diagnose_text
+from reshard.runs.doctor.text.line_prefixes import TRACEBACK_START
+from reshard.runs.doctor.text.tracebacks import Traceback
+from reshard.runs.doctor.unknown_failure import WORKER_TRACEBACK_MISSING
+from reshard.runs.doctor.upstream_search import issues_of, own_code, package_of
 from tests.doctor.test_log import FAILURE
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"

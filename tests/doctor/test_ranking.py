@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from reshard.base.languages import Text
-from reshard.checks.finding import Finding
-from reshard.diagnosis.candidates import candidates_of
-from reshard.diagnosis.entries import catalogue_entry
-from reshard.diagnosis.ranking import Candidate, Explains, Specificity, ranked
-from reshard.diagnosis.text.log import read_log
+from reshard.runs.checks.finding import Finding
+from reshard.runs.doctor.candidates import candidates_of
+from reshard.runs.doctor.entries import catalogue_entry
+from reshard.runs.doctor.ranking import Candidate, Explains, Specificity, ranked
+from reshard.runs.doctor.text.log import read_log
 
 FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "data/guard")
 LOGS = sorted(path for folder in FOLDERS for path in folder.rglob("*.log"))
@@ -49,7 +49,7 @@ def test_the_names_of_files_change_no_answer(monkeypatch: pytest.MonkeyPatch) ->
     logs = [read_log("log", path.read_text(errors="replace")) for path in LOGS]
     before = [[each.finding.code for each in ranked(candidates_of(log))] for log in logs]
     turned = dict(reversed(catalogue_entry.catalogue().items()))
-    monkeypatch.setattr("reshard.diagnosis.entries.matching.catalogue", lambda: turned)
+    monkeypatch.setattr("reshard.runs.doctor.entries.matching.catalogue", lambda: turned)
     assert [[each.finding.code for each in ranked(candidates_of(log))] for log in logs] == before
 
 

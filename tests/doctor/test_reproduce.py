@@ -33,8 +33,8 @@ import yaml
 from packaging.requirements import Requirement
 
 import reshard
-from reshard.checks.finding import Finding
-from reshard.diagnosis.entries.catalogue_entry import CatalogueEntry, catalogue
+from reshard.runs.checks.finding import Finding
+from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogue
 from tests.environments import python_with
 
 FOLDER = Path(__file__).with_name("reproduce")

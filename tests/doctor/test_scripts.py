@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.checks.finding import Finding
-from reshard.checks.grpo import fits
+from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.grpo import fits
 
 LOADED = 'AutoModelForCausalLM.from_pretrained("m", device_map="auto")'
 FREE = 'AutoModelForCausalLM.from_pretrained("m", device_map=None)'

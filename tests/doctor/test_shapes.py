@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from reshard.base.languages import LANGUAGES
-from reshard.checks.rules import told
-from reshard.diagnosis.causes.shape_mismatches import computed, pairs
-from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.runs.checks.rules import told
+from reshard.runs.doctor.causes.shape_mismatches import computed, pairs
+from reshard.runs.doctor.log_diagnosis import diagnose_text
 
 LOAD = (
     "size mismatch for {}: copying a param with shape torch.Size({}) from checkpoint, "

@@ -13,10 +13,10 @@ import pytest
 
 import reshard
 from reshard.base.plain_json import decoded
-from reshard.checks.rules import rules
-from reshard.diagnosis import diagnose_targets
-from reshard.diagnosis.entries.catalogue_entry import catalogue
-from reshard.diagnosis.text.text_files import encoding_of
+from reshard.runs.checks.rules import rules
+from reshard.runs.doctor import diagnose_targets
+from reshard.runs.doctor.entries.catalogue_entry import catalogue
+from reshard.runs.doctor.text.text_files import encoding_of
 from tests.commandline import reshard as command
 
 EXCERPT = catalogue()["dtensor-mixed-cat"].excerpt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.diagnosis.log_diagnosis import diagnose_text
+from reshard.runs.doctor.log_diagnosis import diagnose_text
 
 REFUSED = {
     "TemplateError: Conversation roles must alternate user/assistant/user/assistant/...": "groupby",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.diagnosis.entries.catalogue_entry import catalogue
+from reshard.runs.doctor.entries.catalogue_entry import catalogue
 from tests.commandline import reshard as command
 
 SPREAD = """\

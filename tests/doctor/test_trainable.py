@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import reshard
-from reshard.diagnosis.targets import trainability
+from reshard.runs.doctor.targets import trainability
 
 
 @pytest.fixture

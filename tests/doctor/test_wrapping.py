@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.diagnosis.log_diagnosis import diagnose_text
-from reshard.diagnosis.text.wrapped_lines import rejoined
+from reshard.runs.doctor.log_diagnosis import diagnose_text
+from reshard.runs.doctor.text.wrapped_lines import rejoined
 
 LOG = """\
 loading

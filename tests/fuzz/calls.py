@@ -18,9 +18,9 @@ from reshard.base.errors import ReshardError
 from reshard.cli import main
 from reshard.containers.safetensors import read_tensors
 from reshard.containers.torchfiles.read import read_torch_file
-from reshard.diagnosis import diagnose
-from reshard.guard.data.data_files import check_records
-from reshard.guard.data.records import SHAPES_OF_METHOD
+from reshard.runs.doctor import diagnose
+from reshard.runs.guard.data.data_files import check_records
+from reshard.runs.guard.data.records import SHAPES_OF_METHOD
 from reshard.stores.registry import is_url, parsed
 from reshard.stores.web import WebStore
 from reshard.transfer.leftovers import recover, remove_unfinished, set_aside, unfinished

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from reshard.checks import installed_packages
-from reshard.checks.environment import PACKAGE_NAMES, find_gpus, look_around
-from reshard.guard.before import command_python
-from reshard.guard.before.command_python import PythonQuestion
-from reshard.guard.command.read_command import read_command
+from reshard.runs.checks import installed_packages
+from reshard.runs.checks.environment import PACKAGE_NAMES, find_gpus, look_around
+from reshard.runs.guard.before import command_python
+from reshard.runs.guard.before.command_python import PythonQuestion
+from reshard.runs.guard.command.read_command import read_command
 from tests.environments import python
 
 PROBE = Path(installed_packages.__file__).read_text(encoding="utf-8")

@@ -48,7 +48,7 @@ def test_what_is_refused_is_raised_and_printed(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_script_that_only_checks_does_not_import_what_runs_a_command() -> None:
-    heavy = "('reshard.diagnosis', 'reshard.guard.guarded_run', 'click', 'rich', 'yaml')"
+    heavy = "('reshard.runs.doctor', 'reshard.runs.guard.guarded_run', 'click', 'rich', 'yaml')"
     code = f"import sys, reshard.guard; print(*[name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"\n"
 

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import config_from_args, parse_args
 
-from reshard.guard.command.launchers import LAUNCHERS, options_of
-from reshard.guard.command.read_command import TrainingCommand, read_command
-from reshard.guard.command.wrapper_programs import WRAPPER_PROGRAMS
-from reshard.guard.options import GuardOptions
+from reshard.runs.guard.command.launchers import LAUNCHERS, options_of
+from reshard.runs.guard.command.read_command import TrainingCommand, read_command
+from reshard.runs.guard.command.wrapper_programs import WRAPPER_PROGRAMS
+from reshard.runs.guard.options import GuardOptions
 from tests.environments import python
 
 BIN = Path(sys.executable).parent

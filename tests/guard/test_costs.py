@@ -14,10 +14,10 @@ def test_a_good_run_imports_neither_formats_nor_the_report_of_failures(tmp_path:
         [*GUARD, "--", "true"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300
     )
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "reshard.guard.supervise.supervision" in imported
+    assert "reshard.runs.guard.supervise.supervision" in imported
     assert not imported & {
         "numpy",
         "reshard.formats",
-        "reshard.guard.end.failure",
-        "reshard.guard.end.saved_checkpoints",
+        "reshard.runs.guard.end.failure",
+        "reshard.runs.guard.end.saved_checkpoints",
     }

@@ -20,13 +20,13 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from reshard.base.errors import Problem
-from reshard.guard.command.read_command import StartedProgram
-from reshard.guard.end.acceptance import CheckResult
-from reshard.guard.end.end_report import EndedCommand, EndReport, ended
-from reshard.guard.end.final_folder import FinishedRun
-from reshard.guard.options import GuardOptions
-from reshard.guard.supervise.supervision import CommandOutcome
-from reshard.guard.watch.watcher import Notice
+from reshard.runs.guard.command.read_command import StartedProgram
+from reshard.runs.guard.end.acceptance import CheckResult
+from reshard.runs.guard.end.end_report import EndedCommand, EndReport, ended
+from reshard.runs.guard.end.final_folder import FinishedRun
+from reshard.runs.guard.options import GuardOptions
+from reshard.runs.guard.supervise.supervision import CommandOutcome
+from reshard.runs.guard.watch.watcher import Notice
 from tests.train.forked import server
 
 SCRIPT = """
@@ -198,12 +198,12 @@ def test_a_good_run_without_a_checkpoint_does_not_pass_for_final(tmp_path: Path)
 
 def test_a_good_run_imports_nothing_more() -> None:
     code = (
-        "import sys; from pathlib import Path; from reshard.guard.end.end_report import EndedCommand, ended\n"
-        "from reshard.guard.options import GuardOptions\n"
-        "from reshard.guard.supervise.supervision import CommandOutcome\n"
+        "import sys; from pathlib import Path; from reshard.runs.guard.end.end_report import EndedCommand, ended\n"
+        "from reshard.runs.guard.options import GuardOptions\n"
+        "from reshard.runs.guard.supervise.supervision import CommandOutcome\n"
         "before = set(sys.modules)\n"
         "ended(EndedCommand(None, Path('log'), Path()), CommandOutcome(), GuardOptions())\n"
-        "print(set(sys.modules) - before, 'reshard.formats' in sys.modules, 'reshard.diagnosis' in sys.modules)"
+        "print(set(sys.modules) - before, 'reshard.formats' in sys.modules, 'reshard.runs.doctor' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set() False False"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import Problem
-from reshard.guard.end.failure import Failure, RunEvidence, failure_in
-from reshard.guard.watch.memory_watch import oom_kills
-from reshard.guard.watch.watcher import Notice
+from reshard.runs.guard.end.failure import Failure, RunEvidence, failure_in
+from reshard.runs.guard.watch.memory_watch import oom_kills
+from reshard.runs.guard.watch.watcher import Notice
 
 DATA = Path(__file__).parents[1] / "data"
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -181,7 +181,7 @@ def group() -> Iterator[Path]:
 def test_the_kernel_counts_whom_its_killer_ended(group: Path) -> None:
     code = (
         "import subprocess, sys\n"
-        "from reshard.guard.watch.memory_watch import oom_kills\n"
+        "from reshard.runs.guard.watch.memory_watch import oom_kills\n"
         f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')\n"
         "before = oom_kills()\n"
         "greedy = subprocess.run([sys.executable, '-c', 'bytearray(400 << 20)'])\n"

@@ -14,11 +14,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from reshard.guard.end import acceptance, finite_weights
-from reshard.guard.end.final_folder import FinalRequest, FinishedRun, final_of
-from reshard.guard.end.publish import publish
-from reshard.guard.end.saved_checkpoints import FoundCheckpoint, saved_in
 from reshard.oracle.transformers import transformers_logits
+from reshard.runs.guard.end import acceptance, finite_weights
+from reshard.runs.guard.end.final_folder import FinalRequest, FinishedRun, final_of
+from reshard.runs.guard.end.publish import publish
+from reshard.runs.guard.end.saved_checkpoints import FoundCheckpoint, saved_in
 
 Models = Callable[..., Path]
 DATA = Path(__file__).parents[1] / "data"

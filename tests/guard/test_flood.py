@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.end import log_parts
-from reshard.guard.end.failure import RunEvidence, read_failure
-from reshard.guard.supervise import output_relay
-from reshard.guard.supervise.line_sample import LAST_LINES, LINES_PER_SECOND, LineSample
-from reshard.guard.supervise.output_relay import MAX_TRACEBACKS, OutputRelay, OutputStream
-from reshard.guard.supervise.supervision import supervise
-from reshard.guard.watch.watcher import Notice, OutputLine, Watcher
+from reshard.runs.guard.end import log_parts
+from reshard.runs.guard.end.failure import RunEvidence, read_failure
+from reshard.runs.guard.supervise import output_relay
+from reshard.runs.guard.supervise.line_sample import LAST_LINES, LINES_PER_SECOND, LineSample
+from reshard.runs.guard.supervise.output_relay import MAX_TRACEBACKS, OutputRelay, OutputStream
+from reshard.runs.guard.supervise.supervision import supervise
+from reshard.runs.guard.watch.watcher import Notice, OutputLine, Watcher
 
 TRACEBACK = (
     "Traceback (most recent call last):\n"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.watch.memory_watch import MemoryWatcher, free_memory
-from reshard.guard.watch.process_tree import Process, ProcessTree
-from reshard.guard.watch.watcher import Notice
+from reshard.runs.guard.watch.memory_watch import MemoryWatcher, free_memory
+from reshard.runs.guard.watch.process_tree import Process, ProcessTree
+from reshard.runs.guard.watch.watcher import Notice
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.supervise import node_meeting
-from reshard.guard.supervise.node_meeting import NodeMeeting
+from reshard.runs.guard.supervise import node_meeting
+from reshard.runs.guard.supervise.node_meeting import NodeMeeting
 
 
 @pytest.fixture

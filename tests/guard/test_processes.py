@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from reshard.guard.watch.process_tree import Process, Processes, ProcessTree, below, ranks_of
+from reshard.runs.guard.watch.process_tree import Process, Processes, ProcessTree, below, ranks_of
 from tests.work import calls
 
 

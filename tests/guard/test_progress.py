@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from reshard.guard.watch.trainer_progress import TrainerProgress, read
-from reshard.guard.watch.watcher import Notice, OutputLine
+from reshard.runs.guard.watch.trainer_progress import TrainerProgress, read
+from reshard.runs.guard.watch.watcher import Notice, OutputLine
 from tests.work import calls
 
 LOGS = Path(__file__).parents[1] / "data/guard"

@@ -12,13 +12,13 @@ import pytest
 
 from reshard.base.errors import Problem
 from reshard.base.languages import Text
-from reshard.checks.finding import Finding
-from reshard.guard.command.read_command import StartedProgram
-from reshard.guard.end.end_report import EndedCommand, continuing, ended
-from reshard.guard.end.failure import Failure
-from reshard.guard.end.requeue import is_cured, requeue, restarts
-from reshard.guard.options import GuardOptions
-from reshard.guard.supervise.supervision import CommandOutcome
+from reshard.runs.checks.finding import Finding
+from reshard.runs.guard.command.read_command import StartedProgram
+from reshard.runs.guard.end.end_report import EndedCommand, continuing, ended
+from reshard.runs.guard.end.failure import Failure
+from reshard.runs.guard.end.requeue import is_cured, requeue, restarts
+from reshard.runs.guard.options import GuardOptions
+from reshard.runs.guard.supervise.supervision import CommandOutcome
 from tests import slurm_cluster
 
 DATA = Path(__file__).parents[1] / "data"
@@ -102,7 +102,7 @@ JOB = f"""#!/bin/bash
 export PYTHONPATH={Path(__file__).parents[2] / "src"}
 exec {sys.executable} -c '
 import time
-from reshard.guard.end.requeue import requeue, restarts
+from reshard.runs.guard.end.requeue import requeue, restarts
 print("start", restarts(), flush=True)
 print(requeue(2), flush=True)
 time.sleep(60 if restarts() < 2 else 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.supervise.shell_terminal import is_interactive_shell
+from reshard.runs.guard.supervise.shell_terminal import is_interactive_shell
 from tests.guard.test_terminal import GUARD, RESHARD, session
 
 BASH = ("bash", "--norc", "--noprofile", "-i")

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from reshard.guard.watch.process_tree import Process, ProcessTree, ranks_of
-from reshard.guard.watch.stack_signal import STACK_SIGNAL, stack_file
-from reshard.guard.watch.stacks import py_spy, read_stack
+from reshard.runs.guard.watch.process_tree import Process, ProcessTree, ranks_of
+from reshard.runs.guard.watch.stack_signal import STACK_SIGNAL, stack_file
+from reshard.runs.guard.watch.stacks import py_spy, read_stack
 from tests.guard.watched import REPOSITORY, SCRIPTS, TORCHRUN
 
 WITHOUT_CAPABILITY = ("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace")
@@ -51,8 +51,8 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
 def confined(process: Process, folder: Path) -> Any:
     """The stack of a process, as one without the right to attach reads it."""
     code = (
-        "import json, sys; from pathlib import Path; from reshard.guard.watch.process_tree import ProcessTree\n"
-        "from reshard.guard.watch.stacks import read_stack\n"
+        "import json, sys; from pathlib import Path; from reshard.runs.guard.watch.process_tree import ProcessTree\n"
+        "from reshard.runs.guard.watch.stacks import read_stack\n"
         "stack = read_stack(ProcessTree(int(sys.argv[1])).snapshot()[int(sys.argv[1])], Path(sys.argv[2]))\n"
         "print(json.dumps([stack.source, stack.waits_in(True), stack.place]))"
     )
@@ -88,7 +88,7 @@ def test_without_the_right_to_attach(hanging: tuple[Path, dict[int, Process]]) -
 
 @pytest.mark.thorough
 def test_the_flight_recorder(hanging: tuple[Path, dict[int, Process]]) -> None:
-    from reshard.guard.watch.flight_recorder import described, read_dumps
+    from reshard.runs.guard.watch.flight_recorder import described, read_dumps
 
     folder, _ = hanging
     dumps = read_dumps({"TORCH_FR_DUMP_TEMP_FILE": str(folder / "trace_")}, since=0)
@@ -100,7 +100,7 @@ def test_the_flight_recorder(hanging: tuple[Path, dict[int, Process]]) -> None:
 
 
 def test_a_dump_that_is_none(tmp_path: Path) -> None:
-    from reshard.guard.watch.flight_recorder import read_dumps
+    from reshard.runs.guard.watch.flight_recorder import read_dumps
 
     (tmp_path / "trace_0").write_bytes(b"cos\nsystem\n(S'touch run'\ntR.")
     (tmp_path / "trace_1").write_bytes(b"\x80\x04]\x94.")
@@ -108,7 +108,7 @@ def test_a_dump_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_pipe_without_a_reader_does_not_block(tmp_path: Path) -> None:
-    from reshard.guard.watch.flight_recorder import ask_for_dumps
+    from reshard.runs.guard.watch.flight_recorder import ask_for_dumps
 
     os.mkfifo(tmp_path / "pipe_0.pipe")
     os.mkfifo(tmp_path / "pipe_1.pipe")

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from reshard.guard.watch import stacks
-from reshard.guard.watch.process_tree import Process, Processes, ranks_of
-from reshard.guard.watch.stacks import Frame, Stack, py_spy, read_stack
-from reshard.guard.watch.stall import StallLimits, StallWatcher
-from reshard.guard.watch.trainer_progress import TrainerProgress
-from reshard.guard.watch.watcher import OutputLine
+from reshard.runs.guard.watch import stacks
+from reshard.runs.guard.watch.process_tree import Process, Processes, ranks_of
+from reshard.runs.guard.watch.stacks import Frame, Stack, py_spy, read_stack
+from reshard.runs.guard.watch.stall import StallLimits, StallWatcher
+from reshard.runs.guard.watch.trainer_progress import TrainerProgress
+from reshard.runs.guard.watch.watcher import OutputLine
 from tests.guard.watched import SCRIPTS, TORCHRUN, Watched, watch
 
 SHORT = StallLimits(startup=240, stall=240, look=1.5, again=0.75, window=0.3)

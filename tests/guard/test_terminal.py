@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.supervise.output_relay import OutputRelay
-from reshard.guard.supervise.supervision import supervise
-from reshard.guard.watch.process_tree import Processes, ProcessTree
+from reshard.runs.guard.supervise.output_relay import OutputRelay
+from reshard.runs.guard.supervise.supervision import supervise
+from reshard.runs.guard.watch.process_tree import Processes, ProcessTree
 
 RESHARD = str(Path(sys.executable).with_name("reshard"))
 GUARD = (RESHARD, "guard", "--quiet", "--no-check", "--")

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from reshard.guard.watch.process_tree import Processes, ProcessTree
-from reshard.guard.watch.watcher import Notice, OutputLine, Watcher
+from reshard.runs.guard.watch.process_tree import Processes, ProcessTree
+from reshard.runs.guard.watch.watcher import Notice, OutputLine, Watcher
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"

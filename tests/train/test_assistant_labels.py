@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.training.assistant_labels import IGNORED, assistant_labels, marks_turns
+from reshard.runs.train.assistant_labels import IGNORED, assistant_labels, marks_turns
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 TALK: list[dict[str, Any]] = [

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.guard.data.data_files import check_records
-from reshard.guard.data.records import SHAPES_OF_METHOD, shapes_of, standard
+from reshard.runs.guard.data.data_files import check_records
+from reshard.runs.guard.data.records import SHAPES_OF_METHOD, shapes_of, standard
 from tests.train.conftest import preferences, prompts
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

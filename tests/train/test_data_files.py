@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.guard.data.data_files import check_records, files_of
+from reshard.runs.guard.data.data_files import check_records, files_of
 from tests.train.conftest import chats
 from tests.train.test_data import lines, problems_of
 

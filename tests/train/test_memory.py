@@ -14,11 +14,11 @@ import pytest
 import reshard
 from reshard.base.errors import GIB, ReshardError
 from reshard.folders.companions import read_object
-from reshard.training.memory import activations
-from reshard.training.memory.activations import KeptBytes, LayerWidths
-from reshard.training.memory.estimate import TrainingSetup, memory_parts
-from reshard.training.memory.gpu_models import gpus_named
-from reshard.training.memory.parameter_counts import count_parameters
+from reshard.runs.train.memory import activations
+from reshard.runs.train.memory.activations import KeptBytes, LayerWidths
+from reshard.runs.train.memory.estimate import TrainingSetup, memory_parts
+from reshard.runs.train.memory.gpu_models import gpus_named
+from reshard.runs.train.memory.parameter_counts import count_parameters
 from reshard.transfer.source_files import Sources
 from tests.train.conftest import chats, write_lines
 

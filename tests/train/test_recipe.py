@@ -15,7 +15,7 @@ import yaml
 
 import reshard
 from reshard.base.errors import ReshardError
-from reshard.training.methods import TRAINING_METHODS
+from reshard.runs.train.methods import TRAINING_METHODS
 from tests.train.conftest import chats, write_lines
 
 REWARDS = "def score(completions, **columns):\n    return [float(len(str(each))) for each in completions]\n"
@@ -69,7 +69,7 @@ def test_a_script_is_short_and_its_options_are_trls(
     assert text.count("\n") <= 60
     tree = ast.parse(text)
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert modules <= {"datasets", "trl", "transformers", "rewards", "reshard.training.assistant_labels"}
+    assert modules <= {"datasets", "trl", "transformers", "rewards", "reshard.runs.train.assistant_labels"}
     name = TRAINING_METHODS[method].name
     words = command_of(folder)
     assert words[:2] == ["python", "train.py"]

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import reshard
-from reshard.guard.end.saved_checkpoints import FoundCheckpoint, SavedCheckpoints, saved_in
-from reshard.training import options, start
+from reshard.runs.guard.end.saved_checkpoints import FoundCheckpoint, SavedCheckpoints, saved_in
+from reshard.runs.train import options, start
 from tests.environments import python
 from tests.train.conftest import write_lines
 from tests.train.test_recipe import command_of, refused
@@ -128,7 +128,7 @@ def test_several_nodes_are_variables_of_the_cluster(write: Callable[..., Path], 
 def test_without_gpus_there_are_as_many_processes_as_the_sizes_need(
     write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.training.swift_recipe.gpus_here", lambda needed: 0)
+    monkeypatch.setattr("reshard.runs.train.swift_recipe.gpus_here", lambda needed: 0)
     assert "NPROC_PER_NODE=8\n" in (write(tp=2, pp=2, ep=4) / "run.sh").read_text()
 
 

@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import reshard
-from reshard.diagnosis.entries.catalogue_entry import catalogue
+from reshard.runs.doctor.entries.catalogue_entry import catalogue
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY))

@@ -10,23 +10,23 @@ from typing import Annotated, Any
 import click
 from rich.cells import set_cell_size
 
-from reshard.api.diagnosis import DoctorOptions
 from reshard.base.argument_checks import StrPath
 from reshard.base.foreign_text import escape, escape_lines
 from reshard.base.languages import LANGUAGES, Text, locale_language
 from reshard.base.options import About
-from reshard.checks.environment import ENVIRONMENT_PACKAGES, Environment, look_around
-from reshard.checks.rules import rules
 from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
 from reshard.cli.options import quiet_option
 from reshard.cli.record import record_options
 from reshard.cli.usage import Command
-from reshard.diagnosis import Finding
-from reshard.diagnosis.diagnose_targets import bytes_of_logs, examine
-from reshard.diagnosis.entries.catalogue_entry import CatalogueEntry, catalogue, find
-from reshard.diagnosis.examination import Examination
-from reshard.diagnosis.remedy_spelling import RunTools, spelled
-from reshard.diagnosis.targets.environments import diagnose_environment
+from reshard.runs.checks.environment import ENVIRONMENT_PACKAGES, Environment, look_around
+from reshard.runs.checks.rules import rules
+from reshard.runs.doctor import Finding
+from reshard.runs.doctor.diagnose_targets import bytes_of_logs, examine
+from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogue, find
+from reshard.runs.doctor.examination import Examination
+from reshard.runs.doctor.python_api import DoctorOptions
+from reshard.runs.doctor.remedy_spelling import RunTools, spelled
+from reshard.runs.doctor.targets.environments import diagnose_environment
 
 LABELS = {
     "en": {"why": "why", "cure": "cure", "where": "where", "fixed": "fixed", "because": "because"}

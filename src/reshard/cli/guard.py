@@ -12,7 +12,7 @@ from reshard.cli.console import common_options, handles_errors, print_json
 from reshard.cli.options import quiet_option
 from reshard.cli.record import record_options
 from reshard.cli.usage import Command
-from reshard.guard.options import GuardOptions
+from reshard.runs.guard.options import GuardOptions
 
 
 @click.command("guard", cls=Command, context_settings={"allow_interspersed_args": False})
@@ -40,7 +40,7 @@ def command(words: tuple[str, ...], *, quiet: bool, json_output: bool, **options
     pass its checks; 128 + N ended by signal N.
     """
     from reshard.base.languages import locale_language
-    from reshard.guard.guarded_run import guarded
+    from reshard.runs.guard.guarded_run import guarded
 
     stdout, language = 2 if json_output else 1, locale_language()
     report = guarded(words, GuardOptions(**options), quiet=quiet, stdout=stdout, language=language)

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import click
 
-from reshard.agents.options import ServerOptions
 from reshard.base.options import About
 from reshard.cli.console import common_options, handles_errors, print_json
 from reshard.cli.record import record_options
 from reshard.cli.usage import Command
+from reshard.runs.mcp.options import ServerOptions
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -45,14 +45,14 @@ def command(folders: tuple[Path, ...], *, json_output: bool, **options: Any) -> 
     """
     flags = Flags(**options)
     if flags.skill:
-        text = files("reshard.agents").joinpath("skill.md").read_text(encoding="utf-8")
+        text = files("reshard.runs.mcp").joinpath("skill.md").read_text(encoding="utf-8")
         print_json({"skill": text}) if json_output else click.echo(text, nl=False)
         return
     if not folders:
         raise click.UsageError("name the folders that the tools may read: reshard mcp FOLDER …")
     import mcp  # noqa: F401  # the first to be missing, so that it is named
 
-    from reshard.agents.server import Server
+    from reshard.runs.mcp.server import Server
 
     if sys.stdin.isatty():
         click.echo("waiting for a client on standard input; Ctrl-C ends", err=True)

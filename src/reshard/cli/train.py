@@ -11,8 +11,8 @@ from reshard.base.foreign_text import escape
 from reshard.cli.console import common_options, handles_errors, print_json, stdout
 from reshard.cli.record import record_options
 from reshard.cli.usage import Command
-from reshard.training.methods import TRAINING_METHODS
-from reshard.training.options import TrainOptions
+from reshard.runs.train.methods import TRAINING_METHODS
+from reshard.runs.train.options import TrainOptions
 
 SETTINGS = {"ignore_unknown_options": True}
 
@@ -45,7 +45,7 @@ def command(method: str, rest: tuple[str, ...], *, json_output: bool, **given: A
 
     Exit status: 2 refused before the start, otherwise that of `reshard guard`.
     """
-    from reshard.training.start import prepared, start, started
+    from reshard.runs.train.start import prepared, start, started
 
     options = TrainOptions(**given)
     run = prepared(method, options, rest)

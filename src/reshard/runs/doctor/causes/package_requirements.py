@@ -1,0 +1,241 @@
+"""Which release of which package a failure requires: a resolver's conflict, a refused version, a missing package."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from packaging.utils import canonicalize_name
+
+from reshard.base.foreign_text import clipped
+from reshard.base.languages import Text
+from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.location import Location
+from reshard.runs.checks.phrases import words
+from reshard.runs.checks.rules import told, told_at
+from reshard.runs.doctor.causes.pip_commands import imported_from, installed_for
+from reshard.runs.doctor.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS
+from reshard.runs.doctor.text.log import Log, Traceback
+from reshard.runs.doctor.text.partial_failures import CUT_OFF_TRACEBACK, EXIT_STATUS
+from reshard.runs.doctor.upstream_search import repositories
+
+# --------------------------------------------------------------------- requirements that exclude each other
+
+_FAILED = re.compile(
+    r"ResolutionImpossible|have conflicting dependencies|No solution found when resolving"
+    r"|your requirements (?:and .{1,200} )?are (?:incompatible|unsatisfiable)"
+)
+_SPEC = (
+    r"(?<![\w.-])[A-Za-z][\w.-]{0,80}(?:\[[\w,.-]{0,80}\])?[ (]{0,2}"
+    r"(?:[<>=!~]=?=?[^\s,;)<>=!~]{1,40},?){0,6}"
+)
+_PIP = re.compile(
+    r"^[ \t]{0,40}(?:(?P<who>[A-Za-z][\w.-]{0,80}(?:\[\S{0,80}\])? \S{1,60}) depends on"
+    rf"|The user requested(?: \(constraint\))?) (?P<what>{_SPEC})",
+    re.MULTILINE,
+)
+_UV = re.compile(
+    rf"(?P<who>\byou\b|{_SPEC})\s(?:depends? on|requires?)\s(?P<what>{_SPEC})"
+    rf"(?:\sand\s(?!you\b)(?P<also>{_SPEC})(?!\s(?:depend|require)))?"
+)
+_TAG = re.compile(
+    r"(?:\bonly (?P<name>[A-Za-z][\w-]{0,60})[\w.<>=!~+,]{0,60}|(?P<what>[A-Za-z][\w.-]{0,60}"
+    r"(?:[<>=!~]=?[\w.+]{1,30},?){0,3})) (?:has|have)(?: no)? wheels with a matching"
+    r" (?P<kind>Python|platform)(?: ABI| version| implementation)? tag"
+)
+"""uv on a package whose wheels do not fit the interpreter or the machine."""
+USER = "you"
+MAX_REQUIREMENTS = 8
+"""Maximum requirements that are shown."""
+
+
+class Need(NamedTuple):
+    """A requirement (`torch==2.6.0`), and its origin: a package with its version, or the user."""
+
+    who: str
+    what: str
+
+
+def of_resolver(root: Traceback, log: Log) -> Finding | None:
+    """The requirements that exclude each other, as pip or uv lists them; None for other failures."""
+    line = next((line for line in log.lines if _FAILED.search(line.text)), None)
+    if line is None:
+        return None
+    if tag := _TAG.search(re.sub(r"\s+", " ", log.text)):
+        found = f"wheels-of-other-{tag['kind'].lower()}", {"what": tag["what"] or tag["name"]}
+        return told_at(found, log.name, line.number, line.text)
+    by_package: dict[str, list[Need]] = {}
+    for need in dict.fromkeys(_needs(log.text)):
+        by_package.setdefault(canonicalize_name(_name(need.what)), []).append(need)
+    package, clash = max(
+        by_package.items(), key=lambda item: len({each.what for each in item[1]}), default=("", [])
+    )
+    if len({each.what for each in clash}) < 2:
+        return None
+    asked = sorted({_name(each.who) for each in clash} - {USER})
+    values = {
+        "package": package,
+        "needs": Text.same("\n".join(f"  {each.who}: {each.what}" for each in clash[:MAX_REQUIREMENTS])),
+        "packages": " ".join(dict.fromkeys([*asked, package])),
+    }
+    place = Location(log.name, line.number, clipped(line.text.strip(), 300))
+    return told("requirements-conflict", [place], values, certainty="likely")
+
+
+def _needs(text: str) -> Iterator[Need]:
+    for match in _PIP.finditer(text):
+        yield Need(match["who"] or USER, _plain(match["what"]))
+    if "we can conclude" not in text:
+        return
+    for match in _UV.finditer(re.sub(r"\n[ \t]{4,80}(?=\S)", " ", text)):
+        yield from (
+            Need(_plain(match["who"]), _plain(what)) for what in (match["what"], match["also"]) if what
+        )
+
+
+def _plain(what: str) -> str:
+    return re.sub(r"[\s()]+", "", what).rstrip(",.")
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0]
+
+
+# -------------------------------------------------------------------------------------- a release that is required
+
+_RANGE = r"(?:[<>=!~]=|[<>]) ?\d[\w.]*"
+_RANGES = rf"{_RANGE}(?:, ?{_RANGE}){{0,3}}"
+_REQUIRED = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rf"The '(?P<package>[A-Za-z][\w.-]*)(?P<range>{_RANGES})' distribution was not found"
+        r"(?: and is required by (?P<who>[\w.-]+))?",
+        rf"Requirement\.parse\('(?P<package>[A-Za-z][\w.-]*)(?P<range>{_RANGES})'\)(?:, \{{'(?P<who>[\w.-]+)'\}})?",
+        r"\b(?i:requires?|needs?|install(?:ed)?|upgrade|update)\b[^.\n]{0,60}?"
+        rf"(?<![\w.-])(?P<package>[A-Za-z][\w-]{{0,60}})(?: (?:package )?version )?(?P<range>{_RANGES})(?P<who>)",
+    )
+)
+_KNOWN = "|".join(
+    sorted(
+        {*PACKAGE_ROOTS, *PACKAGE_OF_ROOT, "pytorch", "ray", "torchao", "torchvision"}, key=len, reverse=True
+    )
+)
+_IN_WORDS = re.compile(
+    rf"(?i)(?<![\w./-])(?P<package>{_KNOWN})[`'\"]?(?: [^.\n\d]{{1,40}}?)? "
+    r"(?:(?:at least|>=|≥|equal(?: than| to)?|higher than)(?: version)? ?v?(?P<least>\d+(?:\.\d+){1,3})"
+    r"|v?(?P<newest>\d+(?:\.\d+){1,3}) (?:or|and) (?:newer|later|higher|above|greater|up)\b)"
+)
+"""The same in prose, about packages that are known: their names are words of other sentences too."""
+_FOUND = re.compile(
+    r"(?i:but got|detected(?: version)?|found(?: version)?|installed(?: version)?(?: is)?|you have):? v?"
+    r"(?P<has>\d+\.\d[\w.+]*\w)"
+)
+"""The release that a message says is there."""
+_NO_PACKAGE = ("python", "cuda", "gcc", "glibc", "git", "driver", "nvcc", "rocm")
+"""What messages require that pip does not install."""
+
+
+def of_requirement(root: Traceback, log: Log) -> Finding | None:
+    """The release of a package that a failure requires; None if it names none."""
+    required = _required(root.said)
+    if required is None:
+        return None
+    package, spec, who = required
+    has = _FOUND.search(root.said)
+    what = words("required-by", spec=spec, who=who) if who else words("required", spec=spec)
+    flags = installed_for(package.replace("-", "_")).split()[:-1]
+    values = {
+        "package": package,
+        "spec": spec,
+        "flags": "".join(f"{each} " for each in flags if each.startswith("--")),
+        "what": words("and-found", what=what, has=has["has"]) if has else what,
+        "newer": words("or-newer", who=who) if who else Text.same(""),
+    }
+    return told_at(("version-required", values), log.name, root.last, root.said)
+
+
+def _required(said: str) -> tuple[str, str, str | None] | None:
+    """The package that a message requires, with its releases, and who requires it, if the message says so."""
+    match = next((hit for pattern in _REQUIRED if (hit := pattern.search(said))), None)
+    if match and match["package"].lower() not in _NO_PACKAGE:
+        package = _published(match["package"])
+        return package, f"{package}{match['range'].replace(' ', '')}".rstrip("."), match["who"]
+    if match := _IN_WORDS.search(said):
+        package = _published(match["package"])
+        return package, f"{package}>={match['least'] or match['newest']}", None
+    return None
+
+
+def _published(name: str) -> str:
+    """What pip calls a package that a message names in words."""
+    plain = name.lower().replace("_", "-")
+    return {"flash-attention": "flash-attn", "pytorch": "torch"}.get(plain, plain)
+
+
+# ------------------------------------------------------------------------------------------- packages to install
+
+_PACKAGE = r"[A-Za-z][\w-]*(?:\.[A-Za-z]\w*)*(?:\[[\w,-]+\])?(?:[<>=!~]{1,2}[\w.*]+,?)*"
+_INSTALL = re.compile(
+    r"\bpip3? install (?P<command>[^`'\"“”\n]{1,300}|['\"][^`“”\n]{1,300})"
+    r"|\b(?:requires?|needs?) (?:the )?(?P<needed>[\w-]{2,60})(?: library)?(?: to be| is| be| but it was not)?"
+    r" (?:installed|found)\b"
+    r"|(?<![\w.-])(?P<lacking>[\w-]{2,60}) (?:needs to|must|has to|should) be installed\b"
+    r"|following packages that were not found in your environment: (?P<named>[^\n]{1,200}?)(?:\.\s|\.?$)",
+    re.MULTILINE,
+)
+_OR = re.compile(r"[`'\"]?,? or(?: just)?:? [`'\"]?pip3? install [^`'\"\n]+")
+"""A command in place of the one before."""
+_OPTION = re.compile(r"(?<!\S)-\S+(?:[ =](?:https?:\S+|\S+\.txt))?")
+_PROSE = frozenset(
+    ("to", "for", "if", "then", "in", "with", "before", "first", "from", "it", "the", "on", "or")
+)
+"""Words that end a command inside a sentence."""
+_MORE = ("einops", "optimum", "protobuf", "tiktoken", "timm")
+"""Packages that sentences name: they ask for drivers and compilers too."""
+
+
+def of_packages(root: Traceback, log: Log) -> Finding | None:
+    """The packages that a failure's message says to install; None if it names none."""
+    found = list(dict.fromkeys(_packages(root.message)))
+    if not found or root.exception in (CUT_OFF_TRACEBACK, EXIT_STATUS):
+        return None
+    bare = [re.split(r"[<>=!~\[]", each.split()[-1].strip("'"))[0] for each in found]
+    values = {
+        "packages": ", ".join(each.split()[-1].strip("'") for each in found),
+        "specs": " ".join(f"'{each}'" if re.search(r"^[^' ]*[<>=!~\[]", each) else each for each in found),
+        "modules": ", ".join(map(imported_from, bare)),
+    }
+    return told_at(("packages-to-install", values), log.name, root.last, root.said)
+
+
+def _packages(message: str) -> Iterator[str]:
+    """The packages that a message names, in commands or in sentences; of alternatives (`A or B`) the first."""
+    for match in _INSTALL.finditer(_OR.sub("", message)):
+        if match["command"]:
+            yield from _of_command(match["command"])
+        elif match["named"]:
+            yield from re.findall(_PACKAGE, match["named"])
+        else:
+            yield from _of_sentence(match["needed"] or match["lacking"])
+
+
+def _of_sentence(name: str) -> Iterator[str]:
+    """A package that a sentence names, if it is known to be one."""
+    name, found = name.lower(), installed_for(name.lower())
+    if name not in _NO_PACKAGE and (
+        found != name or found in {*PACKAGE_ROOTS, *PACKAGE_OF_ROOT, *repositories(), *_MORE}
+    ):
+        yield from [found] if found.startswith("-") else found.split()
+
+
+def _of_command(args: str) -> Iterator[str]:
+    for word in _OPTION.sub("", args).split():
+        bare = word.strip("'\"`,;:()").rstrip(".")
+        if bare in ("and", "&"):
+            continue
+        if bare in _PROSE or not re.fullmatch(_PACKAGE, bare):
+            return
+        yield bare
+        if word.endswith((".", ";", ")", ":")):
+            return

@@ -1,0 +1,209 @@
+"""Which rank did not do what the others did: it never came, it came late, or it ran another collective."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from reshard.base.foreign_text import clipped
+from reshard.base.languages import Text
+from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.location import Location
+from reshard.runs.checks.phrases import words
+from reshard.runs.checks.rules import RuleValues, told, told_at
+from reshard.runs.doctor.text.free_text import describes_hang
+from reshard.runs.doctor.text.log import Log, Traceback
+
+_NAMED = re.compile(r"\bRanks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier")
+_STORED = re.compile(
+    r"\[(?P<rank>\d+)\] is setting up NCCL communicator and retrieving ncclUniqueId from \[(?P<other>\d+)\]"
+)
+_JOINED = re.compile(
+    r"\b(?P<came>\d+)/(?P<all>\d+) clients joined"
+    r"|world_size=(?P<size>\d+), (?:num_workers_joined|worker_count)=(?P<workers>\d+)"
+)
+_WAITED = re.compile(
+    r"\[Rank (?P<rank>\d+)\] (?:Watchdog caught collective operation timeout|Observed flight recorder)"
+)
+_SPEAKS = re.compile(r"\[[Rr]ank ?(\d+)\]|(?<![\w.])rank (\d+) nranks \d+")
+_WORLD = re.compile(r"(?i)\bnranks (\d+)|\bworld[_ ]size['\"]?\s{0,2}[=:]\s{0,2}(\d+)")
+_NCCL = re.compile(
+    r"(?:(?P<host>[A-Za-z][\w.-]*):)?\d+:\d+ \[\d+\] NCCL INFO [^\n]{0,200}?\brank (?P<rank>\d+) nranks"
+)
+"""A line of NCCL. Its host may have been removed as the prefix of the stream."""
+_LOCAL = re.compile(
+    r"(?:nproc[-_]per[-_]node|local_world_size|NPROC_PER_NODE)['\"]?[ =:]{1,3}(?P<count>[1-9]\d*)"
+)
+MAX_WORLD_SIZE = 4096
+"""Maximum number of ranks: a larger number is not a world size."""
+
+
+def of_ranks(root: Traceback, log: Log) -> Finding | None:
+    """The finding for ranks that did not come, run different collectives, or do not fit their groups."""
+    for ask in (_mismatch, _absent, _outside_of_mesh, _ssh):
+        if found := ask(root, log):
+            return told_at(found, log.name, root.last, root.said)
+    return None
+
+
+_MISMATCH = re.compile(
+    r"Detected mismatch between collectives on ranks\. Rank (?P<rank>\d+) is running collective:"
+    r" CollectiveFingerPrint\((?P<one>[^\n]{0,400}?)\)\)?,? but Rank (?P<other>\d+) is running collective:"
+    r" CollectiveFingerPrint\((?P<two>[^\n]{0,400})"
+)
+_SHOWS = re.compile(r"SequenceNumber=(\d+)|OpType=([A-Z_]+)|TensorShape=(\[[\d, ]*\])")
+
+
+def _mismatch(root: Traceback, log: Log) -> RuleValues | None:
+    """Two ranks that run different collectives, as torch says it with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    match = _MISMATCH.search(root.said)
+    if match is None:
+        return None
+    one, two = (" ".join(map("".join, _SHOWS.findall(match[each]))) for each in ("one", "two"))
+    return "collective-mismatch", {"rank": match["rank"], "other": match["other"], "one": one, "two": two}
+
+
+def _absent(root: Traceback, log: Log) -> RuleValues | None:
+    """The ranks that did not come, with their hosts, as far as a log shows them."""
+    if named := _NAMED.search(root.said):
+        ranks = [int(rank) for rank in named["ranks"].split(", ")]
+        return "ranks-absent", {"told": words("absent-named", absent=_listed(ranks, log))}
+    if stored := _STORED.search(root.said):
+        return "ranks-absent", {"told": words("absent-store", **stored.groupdict())}
+    if joined := _JOINED.search(root.said):
+        came, every = int(joined["came"] or joined["workers"]), int(joined["all"] or joined["size"])
+        return "ranks-absent", {"told": _of_count(came, every, log)}
+    waited = {int(rank) for rank in _WAITED.findall(log.text)}
+    absent = set(range(_world(log))) - waited
+    if not waited or not absent:
+        return None
+    shown = {"absent": _listed(absent, log), "waited": _short(waited), "world": len(waited | absent)}
+    return "ranks-absent", {"told": words("absent-waited", **shown)}
+
+
+def _of_count(came: int, every: int, log: Log) -> Text:
+    """The missing ranks if only counts are known: those that do not appear in the log."""
+    if came > every:
+        shown = {"came": came, "world": every, "times": came // max(1, every)}
+        return words("absent-more" if came % max(1, every) else "absent-times", **shown)
+    streams = {line.stream.rpartition("/")[2] for line in log.lines}
+    heard = {int(stream) for stream in streams if stream.isdecimal()}
+    heard |= {int(one or two) for one, two in _SPEAKS.findall(log.text)}
+    silent = [rank for rank in range(min(every, MAX_WORLD_SIZE)) if rank not in heard]
+    if heard and len(silent) == every - came:
+        return words("absent-silent", absent=_listed(silent, log), came=came, world=every)
+    return words("absent-some", missing=every - came, came=came, world=every)
+
+
+def _world(log: Log) -> int:
+    """The world size according to a log; 0 if unknown."""
+    found = _WORLD.search(log.text)
+    size = int(found[1] or found[2]) if found else log.world_size
+    return size if size <= MAX_WORLD_SIZE else 0
+
+
+def _listed(ranks: Iterable[int], log: Log) -> str:
+    """Ranks with their hosts, from the log or derived from the rank."""
+    hosts: dict[int, str] = {}
+    for line in log.lines:
+        if "NCCL INFO" in line.text and (match := _NCCL.match(line.text)):
+            hosts[int(match["rank"])] = match["host"] or line.stream.partition("/")[0]
+    if not hosts and (local := _LOCAL.search(log.text)):
+        hosts = {rank: f"node {rank // int(local['count'])}" for rank in ranks}
+    known = dict.fromkeys(host for rank in sorted(ranks) if (host := hosts.get(rank)))
+    return _short(ranks) + (f" ({', '.join([*known][:4])})" if known else "")
+
+
+def _short(ranks: Iterable[int]) -> str:
+    """Numbers with consecutive ones as ranges: 0-3, 5."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+
+
+_NO_GROUP = re.compile(r"torch/distributed/(?:device_mesh|fsdp/_init_utils)\.py|_dim_group_\w+")
+_LARGER = re.compile(
+    r"group_size'? \((?P<asked>\d+)\) must not exceed the world size \((?P<there>\d+)\)"
+    r"|[Mm]esh should not be bigger than default world size (?P<size>\d+),? but found (?P<found>\d+)"
+)
+
+
+def _outside_of_mesh(root: Traceback, log: Log) -> RuleValues | None:
+    """A device mesh with more or fewer places than there are processes."""
+    if match := _LARGER.search(root.said):
+        asked, there = match["asked"] or match["found"], match["there"] or match["size"]
+        return "mesh-size", {"why": words("mesh-larger", asked=asked, there=there)}
+    where = "\n".join([root.said, root.source, *root.frames[-2:]])
+    is_outside = "list index out of range" in root.said and _NO_GROUP.search(where)
+    return ("mesh-size", {"why": words("mesh-smaller")}) if is_outside else None
+
+
+_SSH = re.compile(
+    r"'ssh [^'\n]{0,200}?(?P<one>[\w.@-]+) hostname' returned non-zero exit status 255"
+    r"|host=(?P<two>[\w.@-]+) was not reachable via ssh|pdsh@\S+: (?P<three>[\w.@-]+): ssh exited with exit code 255"
+    r"|ssh: Could not resolve hostname (?P<four>[\w.@-]+)|(?m:^(?:(?P<five>[\w.@-]+): )?Host key verification failed)"
+)
+
+
+def _ssh(root: Traceback, log: Log) -> RuleValues | None:
+    """A node that the launcher does not enter by ssh, as ssh and pdsh print at the end of a log."""
+    match = _SSH.search("\n".join([root.said, *(line.text for line in log.lines[-30:])]))
+    if match is None:
+        return None
+    return "ssh-refused", {"host": next(filter(None, match.groups()), "NODE")}
+
+
+_WORK = re.compile(
+    r"Rank (\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
+    r"(?:, NumelIn=(\d+))?"
+)
+
+
+class WatchdogWork(NamedTuple):
+    """The collective in which a rank waited when its watchdog ended it. `elements` is "" if the log lacks it."""
+
+    number: int
+    operation: str
+    elements: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} × {self.elements}" if self.elements else self.operation
+
+
+def compared(log: Log) -> list[Text]:
+    """What the collectives of the ranks show in comparison; empty if fewer than two ranks have them."""
+    works = {
+        int(rank): WatchdogWork(int(number), *rest)
+        for rank, number, *rest in reversed(_WORK.findall(log.text))
+    }
+    if len(works) < 2:
+        return []
+    first, last = min(works.values()).number, max(works.values()).number
+    if first < last:
+        late = ", ".join(str(rank) for rank in sorted(works) if works[rank].number == first)
+        return [words("ranks-behind", first=first, last=last, late=late)]
+    kinds = sorted(set(works.values()))
+    if len(kinds) == 1:
+        return [words("ranks-alike", number=first, shown=kinds[0], count=len(works))]
+    ranks = {kind: ", ".join(str(rank) for rank in sorted(works) if works[rank] == kind) for kind in kinds}
+    sizes = "-sizes" * (len({kind.operation for kind in kinds}) == 1)
+    shown = "; ".join(f"{kind}: rank {ranks[kind]}" for kind in kinds)
+    return [words(f"ranks-diverged{sizes}", number=first, shown=shown)]
+
+
+_WATCHED = re.compile(r"watchdog(?: thread)? got stuck for|[Hh]eart[bB]eat ?[mM]onitor timed out")
+"""What torch reports if a process hangs outside of a collective."""
+
+
+def of_hang(root: Traceback, log: Log) -> Finding | None:
+    """The finding for a hang in somebody's own words; None if there is a log of it, or an exception."""
+    watched = _WATCHED.search(root.said)
+    if root.exception or not (watched or describes_hang(log.lines)):
+        return None
+    place = Location(log.name, root.last, clipped(root.said, 300))
+    return told("hang-described", [place], certainty="likely" if watched else "possible")

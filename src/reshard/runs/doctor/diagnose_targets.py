@@ -1,0 +1,400 @@
+"""Diagnose targets: what each one is, what is wrong with it, and which finding is the cause of the others.
+
+Only what a target needs is imported: for a log, no format of checkpoints, and so no numpy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.base.argument_checks import Arguments
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.exceptions_to_problems import for_users
+from reshard.base.foreign_text import shown
+from reshard.base.languages import Text
+from reshard.base.plain_json import decoded
+from reshard.base.suggest import similar_path
+from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.phrases import words
+from reshard.runs.checks.root_causes import combined
+from reshard.runs.doctor.examination import Examination
+from reshard.runs.doctor.log_diagnosis import STDIN, diagnose_log, findings_in, log_of
+from reshard.runs.doctor.remedy_spelling import RunTools, spelled
+from reshard.runs.doctor.targets.environments import diagnose_environment
+from reshard.runs.doctor.targets.package_lists import diagnose_freeze, versions_in
+from reshard.runs.doctor.targets.run_folders import (
+    ARGUMENT_FILES,
+    LOG_PATTERNS,
+    MAX_LOGS,
+    configs_in,
+    logs_in,
+)
+from reshard.runs.doctor.text.log import Log
+from reshard.runs.doctor.text.text_files import CONFIG_SUFFIXES, PROBED_BYTES, SHELL_SUFFIXES, encoding_of
+from reshard.stores import as_path, typed_path
+
+if TYPE_CHECKING:
+    from reshard.commands.inspection import Inspection
+
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
+TEXT_SUFFIXES = {"", ".log", ".txt", ".out", ".err", ".py", ".ipynb", *SHELL_SUFFIXES, *CONFIG_SUFFIXES}
+"""Suffixes of files that are no checkpoint if they are text."""
+
+
+@for_users()
+def diagnose(
+    *targets: str | PathLike[str],
+    on_bytes: Callable[[int], None] = lambda count: None,
+    on_read: Callable[[Text], None] = lambda read: None,
+) -> list[Finding]:
+    """Find what is wrong with logs, scripts, configs and checkpoints, and the cure.
+
+    Several targets are seen together: what one shows and another explains is one finding.
+
+    Parameters
+    ----------
+    *targets : str or path-like
+        Logs, scripts, notebooks, configs, lists of packages, checkpoints, or the folder of a run; "-" is a log on
+        standard input. Without a target, this machine and its Python environment are diagnosed.
+    on_bytes : callable
+        Called with the number of bytes of logs as they are read.
+    on_read : callable
+        Called, for each target without findings, with what it was taken for and how much of it was read.
+
+    Returns
+    -------
+    list of Finding
+        The one to fix first comes first.
+
+    Raises
+    ------
+    ReshardError
+        For every target that cannot be read.
+
+    Examples
+    --------
+    >>> reshard.diagnose("train.log")[0].code
+    'cuda-out-of-memory'
+    """
+    return examine(*targets, on_bytes=on_bytes, on_read=on_read).findings
+
+
+@for_users()
+def examine(
+    *targets: str | PathLike[str],
+    on_bytes: Callable[[int], None] = lambda count: None,
+    on_read: Callable[[Text], None] = lambda read: None,
+) -> Examination:
+    """The same as `diagnose`, with the facts behind the findings.
+
+    Parameters
+    ----------
+    *targets : str or path-like
+        As for `diagnose`. Without a target, only findings about this machine.
+    on_bytes, on_read : callable
+        As for `diagnose`.
+
+    Returns
+    -------
+    Examination
+        Findings, logs and facts.
+
+    Raises
+    ------
+    ReshardError
+        For every target that cannot be read.
+    """
+    if not targets:
+        return Examination(spelled(diagnose_environment(), RunTools()))
+    given = Arguments("diagnose")
+    for each in targets:
+        given.path("target", each)
+    given.callbacks(on_bytes=on_bytes, on_read=on_read)
+    given.settle()
+    paths = (str(each) if _is_plain(str(each)) else str(typed_path(str(each))) for each in targets)
+    named = list(dict.fromkeys(paths))
+    seen = _Seen(on_bytes, on_read)
+    for target in named:
+        seen.of_usage(target)
+    found = [finding for target in named for finding in seen.of_target(target)]
+    if seen.problems:
+        raise ReshardError(seen.problems)
+    if len(seen.checkpoints) == 2:
+        from reshard.runs.doctor.targets.checkpoint_problems import of_pair
+
+        found += of_pair(*seen.checkpoints)
+    if scripts := [target for target in named if target.endswith(SHELL_SUFFIXES)]:
+        found = _launched(found, scripts)
+    findings = spelled((typed(finding, seen.commands) for finding in combined(found)), seen.usage)
+    texts = {**seen.usage.texts, **seen.lists}
+    return Examination(findings, seen.logs, texts, seen.inspected, found, seen.logs_left_out)
+
+
+def _launched(findings: list[Finding], scripts: Sequence[str]) -> list[Finding]:
+    """Findings as they are with as many processes as the first shell script that says so starts."""
+    from reshard.runs.doctor.targets.launch_scripts import processes_of, under_launch
+
+    launch = next((started for script in scripts if (started := processes_of(script))), None)
+    return [under_launch(finding, *launch) for finding in findings] if launch else findings
+
+
+def _is_plain(target: str) -> bool:
+    """Whether a target is a local path that needs no expansion: it is shown as it was typed."""
+    return "://" not in target and not target.startswith("~")
+
+
+@dataclass
+class _Seen:
+    """What the targets of one diagnosis have shown besides findings."""
+
+    on_bytes: Callable[[int], None]
+    on_read: Callable[[Text], None]
+    commands: list[str] = field(default_factory=list)
+    """Commands that convert a checkpoint."""
+    checkpoints: list[Path] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    """Why targets cannot be read."""
+    usage: RunTools = field(default_factory=RunTools)
+    """What was run, according to all targets."""
+    logs: list[Log] = field(default_factory=list)
+    logs_left_out: int = 0
+    lists: dict[str, str] = field(default_factory=dict)
+    """Lists of packages, by their path."""
+    inspected: dict[str, Inspection | None] = field(default_factory=dict)
+
+    def of_usage(self, target: str) -> None:
+        """Record what a script or a config shows about the run; logs are read later, only once."""
+        path = as_path(target)
+        if target == STDIN or not path.exists():
+            return
+        if path.is_dir():
+            texts = [*configs_in(path), *(path / name for name in ARGUMENT_FILES if (path / name).is_file())]
+        else:
+            texts = [path] if path.suffix not in WEIGHT_SUFFIXES and _kind(path) is not diagnose_log else []
+        for each in texts:
+            with each.open("rb") as file:
+                self.usage.see(decoded(file.read(MAX_LIST_BYTES)), str(each))
+
+    def of_target(self, target: str) -> Sequence[Finding]:
+        """The findings of one target."""
+        try:
+            if is_checkpoint(target):
+                path = as_path(target)
+                return self._of_folder(path) if path.is_dir() else self._of_weights(path)
+            kind = kind_of(target)
+            if kind is diagnose_log:
+                return self._of_text(target)
+            return kind(target)
+        except ReshardError as error:
+            self.problems += error.problems
+            return []
+
+    def _of_text(self, target: str, on_read: Callable[[Text], None] | None = None) -> Sequence[Finding]:
+        """The findings of a log, or of a list of packages."""
+        on_read = on_read or self.on_read
+        lines = [] if target == STDIN else _first_lines(as_path(target))
+        if versions := versions_in(lines):
+            self.lists[target] = "\n".join(lines)
+            if not (found := diagnose_freeze(target, versions)):
+                on_read(words("read-packages", target=target, count=len(versions)))
+            return found
+        count = 0
+
+        def counted(lines: int) -> None:
+            nonlocal count
+            count += lines
+
+        log = log_of(target, self.on_bytes, counted)
+        if not (found := findings_in(log, self.usage)):
+            on_read(words("read-lines", target="stdin" if target == STDIN else target, count=count))
+        self._keep(log, has_findings=bool(found))
+        return found
+
+    def _keep(self, log: Log, has_findings: bool) -> None:
+        """Keep a log for its facts, unless there are many: half of the room is for those with findings."""
+        lines = sum(len(each.lines) for each in [*self.logs, log])
+        if not self.logs or lines <= (MAX_LOG_LINES if has_findings else MAX_LOG_LINES // 2):
+            self.logs.append(log)
+        else:
+            self.logs_left_out += 1
+
+    def _of_weights(self, path: Path) -> Sequence[Finding]:
+        from reshard.runs.doctor.targets.checkpoint_problems import diagnose_checkpoint
+
+        self.inspected[str(path)] = None
+        findings, command = diagnose_checkpoint(path, partial(self.inspected.__setitem__, str(path)))
+        self.commands.append(command)
+        self.checkpoints.append(path)
+        return findings
+
+    def _of_folder(self, folder: Path) -> Sequence[Finding]:
+        """The findings of a checkpoint, or of the folder of a run with its logs and configs."""
+        from reshard.runs.doctor.targets.training_configs import diagnose_config
+
+        logs, configs = logs_in(folder), configs_in(folder)
+        found: list[Finding] = []
+        without_weights: ReshardError | None = None
+        try:
+            found += self._of_weights(folder)
+        except ReshardError as error:
+            without_weights = error
+        found += self._of_logs(folder, logs)
+        for path in configs:
+            with suppress(ReshardError):  # files of other tools
+                found += diagnose_config(str(path))
+        if without_weights and not (found or logs):
+            raise nothing_in(without_weights)
+        return found
+
+    def _of_logs(self, folder: Path, logs: Sequence[Path]) -> list[Finding]:
+        """The findings of the logs of a run. Those without any are counted if they are many."""
+        clean: list[Text] = []
+        found = [each for path in logs[:MAX_LOGS] for each in self._of_text(str(path), clean.append)]
+        if len(clean) > MAX_NAMED_LOGS:
+            clean = [words("read-logs", count=len(clean), total=min(len(logs), MAX_LOGS), target=folder)]
+        if len(logs) > MAX_LOGS:
+            clean.append(words("logs-not-read", count=len(logs) - MAX_LOGS, target=folder))
+        for each in clean:
+            self.on_read(each)
+        return found
+
+
+MAX_LOG_LINES = 400_000
+"""Lines of logs that are kept for their facts, in about 150 MB."""
+MAX_NAMED_LOGS = 8
+"""Logs without findings that are named one by one."""
+
+
+def nothing_in(error: ReshardError) -> ReshardError:
+    """The error for a folder that has no logs either."""
+    from reshard.formats.not_found import NOTHING_FOUND, PASS_WEIGHTS
+
+    return ReshardError(
+        Problem(
+            "folder-without-logs",
+            "neither a checkpoint nor a log is in this folder",
+            file=problem.file,
+            expected=f"a checkpoint, or logs: {', '.join(LOG_PATTERNS)}",
+            found=problem.found,
+            remedy="pass the console output of the run: many programs print it and do not save it",
+        )
+        if problem.code == NOTHING_FOUND and problem.remedy == PASS_WEIGHTS
+        else problem
+        for problem in error.problems
+    )
+
+
+MAX_LIST_BYTES = 1 << 20
+"""Bytes at the beginning of a file that show whether it is a list of packages, and what was run."""
+
+
+def _first_lines(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        return decoded(file.read(MAX_LIST_BYTES)).splitlines()
+
+
+def bytes_of_logs(*targets: str) -> int:
+    """The total that `on_bytes` will report; the size of standard input is unknown."""
+    paths = [Path(target) for target in targets if target != STDIN]
+    files = [path for path in paths if path.is_file() and _kind(path) is diagnose_log]
+    files += [log for path in paths if path.is_dir() for log in logs_in(path)[:MAX_LOGS]]
+    return sum(path.stat().st_size for path in files)
+
+
+def is_checkpoint(target: str) -> bool:
+    """Whether a target is a folder, or a weight file."""
+    path = as_path(target)
+    if target == STDIN or path.is_dir():
+        return target != STDIN
+    if not path.exists() or path.suffix in WEIGHT_SUFFIXES or _is_text(path):
+        return path.suffix in WEIGHT_SUFFIXES and path.exists()
+    from reshard.formats import foreign
+
+    return foreign.recognized(path) is not None
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file is a text that is no checkpoint, by its suffix and its first bytes."""
+    if path.suffix not in TEXT_SUFFIXES or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return encoding_of(file.read(PROBED_BYTES)) is not None
+
+
+def kind_of(target: str) -> Callable[[str], list[Finding]]:
+    """The function that diagnoses a target other than a checkpoint. Raises ReshardError if it does not exist."""
+    path = as_path(target)
+    if target == STDIN:
+        return diagnose_log
+    if not path.exists():
+        raise ReshardError(
+            "target-not-found",
+            "no such file or directory",
+            file=target,
+            expected="a log, a script, a config, a checkpoint, or - for standard input",
+            remedy=f"did you mean {similar}?" if (similar := similar_path(path)) else "check the path",
+        )
+    if not path.is_file():
+        raise ReshardError(  # it is opened twice, and may never have a writer
+            "target-not-a-regular-file",
+            "not a regular file",
+            file=target,
+            remedy="pipe its content in: COMMAND | reshard doctor -",
+        )
+    _readable(path)
+    return _kind(path)
+
+
+def _kind(path: Path) -> Callable[[str], list[Finding]]:
+    """The function that diagnoses a file, by its suffix."""
+    if path.suffix == ".py":
+        from reshard.runs.doctor.targets.training_scripts import diagnose_script
+
+        return diagnose_script
+    if path.suffix == ".ipynb":
+        from reshard.runs.doctor.targets.training_notebooks import diagnose_notebook
+
+        return diagnose_notebook
+    if path.suffix in SHELL_SUFFIXES:
+        from reshard.runs.doctor.targets.launch_scripts import diagnose_launch
+
+        return diagnose_launch
+    if path.suffix in CONFIG_SUFFIXES:
+        from reshard.runs.doctor.targets.training_configs import diagnose_config
+
+        return diagnose_config
+    return diagnose_log
+
+
+def _readable(path: Path) -> None:
+    """Raise ReshardError for an empty file, and for one that is not text."""
+    with path.open("rb") as file:
+        begin = file.read(PROBED_BYTES)
+    if not begin or encoding_of(begin) is None:
+        raise ReshardError(
+            "target-not-text" if begin else "target-empty",
+            "this file is not text" if begin else "this file is empty",
+            file=str(path),
+            expected="a log, a script, a config, or a checkpoint",
+            remedy="pass a file that the run wrote, or pipe a log: … 2>&1 | reshard doctor -",
+        )
+
+
+_CONVERT = re.compile(r"^reshard convert .+ --to huggingface.*$", re.MULTILINE)
+
+
+def typed(finding: Finding, commands: Sequence[str]) -> Finding:
+    """A finding whose remedy names the given checkpoint where it explains how to convert one, if there is only one."""
+    if len(commands) != 1 or not commands[0] or "--to" in commands[0].split():
+        return finding
+    cure = (
+        _CONVERT.sub(lambda _: shown(commands[0]), text) for text in (finding.remedy.en, finding.remedy.zh)
+    )
+    return replace(finding, remedy=Text(*cure))

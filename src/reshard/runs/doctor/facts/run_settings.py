@@ -1,0 +1,180 @@
+"""What a run was given, as its logs, scripts and configs state it: versions, commands, settings, each with its line."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from typing import Any
+
+from packaging.utils import canonicalize_name
+
+from reshard.base.errors import ReshardError
+from reshard.runs.checks.config_text import read_config
+from reshard.runs.checks.script import NOT_PYTHON
+from reshard.runs.doctor.text.log import Log, LogLine
+from reshard.runs.doctor.text.run_details import LOGGED_PACKAGES, command_in
+from reshard.runs.doctor.text.text_files import CONFIG_SUFFIXES, ELLIPSIS, SHELL_SUFFIXES
+
+Fact = dict[str, object]
+
+
+def at(file: str, line: int | None) -> Fact:
+    """Where a fact was seen."""
+    return {"file": file, "line": line}
+
+
+_NAME = "|".join((*LOGGED_PACKAGES, "pytorch", "python", "sglang", "ray")).replace("-", "[-_]")
+_VERSION = r"v?(?P<version>\d+(?:\.\d+)+(?:[.+]?[a-z][\w.+]*)?)(?![\w.])"
+_STATED = re.compile(
+    rf"^\s*(?:[-*]\s+|\[(?:pip3?|conda)\]\s+)?[`'\"]?(?P<name>{_NAME})[`'\"]?"
+    rf"(?:\s*==|:\s+|\s+version(?:\s\([^)]*\))?\s?[:.]*\s*|\s+info\s\.+\s|\s+(?=\S+$)){_VERSION}",
+    re.IGNORECASE,
+)
+"""A line that states an installed version: of `pip list`, of the reports of environments that programs print."""
+_INSTALLED = re.compile(
+    rf"\bbut you have (?P<name>[\w.-]+) {_VERSION}"
+    r"|\b(?:vLLM API server version |LLM engine \()v?(?P<of>\d[\w.+]*)"
+    r'|^\s*File "\S*/lib(?:64)?/(?P<python>python)(?P<its>3\.\d+)/'
+)
+_NEEDED = re.compile(r"(?i)requir|need|newer|later|higher|at least|minimum|recommend|upgrade|compatible")
+"""Words of lines about versions that are not the installed ones."""
+RUN_SUFFIXES = (*SHELL_SUFFIXES, *CONFIG_SUFFIXES, ".py", ".ipynb")
+"""Suffixes of texts that are no lists of packages."""
+_LISTED = re.compile(rf"(?P<name>[A-Za-z][\w.-]*)(?:\[[\w,-]+\])?(?:\s*===?\s*|\s+){_VERSION}")
+
+
+def versions_in(logs: Sequence[Log], texts: Mapping[str, str]) -> Iterator[Fact]:
+    """The installed versions that logs and lists of packages state, each where it is first seen."""
+    seen: set[tuple[str, str]] = set()
+    for file, number, name, version in _stated(logs, texts):
+        package = "torch" if name.lower() == "pytorch" else canonicalize_name(name)
+        if (package, version) not in seen:
+            seen.add((package, version))
+            yield {"package": package, "version": version, **at(file, number)}
+
+
+def _stated(logs: Sequence[Log], texts: Mapping[str, str]) -> Iterator[tuple[str, int, str, str]]:
+    for log in logs:
+        for line in log.lines:
+            for name, version in _versions_of(line.text):
+                yield log.name, line.number, name, version
+    for file, text in texts.items():
+        for number, row in enumerate([] if file.endswith(RUN_SUFFIXES) else text.splitlines(), 1):
+            if match := _LISTED.match(row):
+                yield file, number, match["name"], match["version"]
+
+
+def _versions_of(text: str) -> Iterator[tuple[str, str]]:
+    if text.startswith("Successfully installed "):
+        parts = (each.rpartition("-") for each in text.split()[2:])
+        yield from ((name, version) for name, _, version in parts if name)
+    for found in _INSTALLED.finditer(text):
+        yield found["name"] or found["python"] or "vllm", found["version"] or found["its"] or found["of"]
+    if (stated := _STATED.match(text)) and not _NEEDED.search(text):
+        yield stated["name"], stated["version"]
+
+
+def commands_in(logs: Sequence[Log], texts: Mapping[str, str]) -> Iterator[Fact]:
+    """The first command of each log and shell script that starts a run."""
+    found = [(log.name, log.command) for log in logs]
+    for file, text in texts.items():
+        lines = [LogLine(number, "", line) for number, line in enumerate(text.splitlines(), 1)]
+        found += [(file, command_in(lines))] if file.endswith(SHELL_SUFFIXES) else []
+    for file, line in found:
+        if line and ELLIPSIS not in line.text:
+            yield {"text": line.text.strip(), "flags": _flags(line.text), **at(file, line.number)}
+
+
+_NO_VALUE = re.compile(r"-(?!\d)|.*\.py$|\+{0,2}[A-Za-z][\w.]*=")
+"""A flag, the script, or an override: no value of the flag before it."""
+_OPERATOR = re.compile(r"\d?[<>|&;]")
+"""Where a shell's command ends."""
+
+
+def _flags(command: str) -> list[Fact]:
+    """The flags of a command, with the words that follow, and its overrides (`name=value`)."""
+    words: list[str] = []
+    with suppress(ValueError):  # an open quote
+        words = list(takewhile(lambda word: not _OPERATOR.match(word), shlex.split(command)))
+    found: list[Fact] = []
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if re.fullmatch(r"--?[A-Za-z][\w.-]*", name):
+            follow = list(takewhile(lambda each: not _NO_VALUE.match(each), words[at + 1 :]))
+            several = follow if len(follow) > 1 else next(iter(follow), None)
+            found.append({"name": name.lstrip("-"), "value": value if equals else several})
+        elif equals and re.fullmatch(r"\+{0,2}[A-Za-z][\w.]*", name):
+            found.append({"name": name, "value": value})
+    return found
+
+
+_ASSIGNED = re.compile(
+    r"^\s*(?:export\s+)?(?P<name>[A-Za-z_]\w*)=(?P<quote>[\"']?)(?P<value>[^\s\"'$`;&|()]*)(?P=quote)\s*(?:#.*)?$"
+)
+MAX_VALUE = 200
+"""Characters of a value."""
+
+
+def settings_in(texts: Mapping[str, str]) -> Iterator[Fact]:
+    """The values in configs, in shell scripts, and of keywords in Python scripts, if they are no mappings and short."""
+    for file, text in texts.items():
+        for name, value, line in _settings_of(file, text):
+            parts = value if isinstance(value, list) else [value]
+            is_plain = all(each is None or isinstance(each, (bool, int, float, str)) for each in parts)
+            if is_plain and len(f"{name}{value}") <= MAX_VALUE:
+                yield {"name": name, "value": value, **at(file, line)}
+
+
+def _settings_of(file: str, text: str) -> Iterator[tuple[str, object, int]]:
+    if file.endswith(".py"):
+        yield from _of_python(text)
+    elif file.endswith(SHELL_SUFFIXES):
+        yield from _of_shell(text)
+    elif file.endswith(CONFIG_SUFFIXES):
+        yield from _of_config(file)
+
+
+def _of_config(file: str) -> Iterator[tuple[str, object, int]]:
+    with suppress(ReshardError):  # which is a finding of its own
+        config = read_config(file)
+        for name, value in _leaves(config.content, ""):
+            if spot := config.spots.get(name):
+                yield name, value, spot.line + 1
+
+
+def _leaves(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _of_shell(text: str) -> Iterator[tuple[str, object, int]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := _ASSIGNED.match(line):
+            yield match["name"], match["value"], number
+
+
+def _of_python(text: str) -> Iterator[tuple[str, object, int]]:
+    """The keywords of calls, as `function(keyword)`, and the names that are set, if a constant stands there."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except NOT_PYTHON:
+        return
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            yield from ((ast.unparse(each), node.value.value, node.lineno) for each in node.targets)
+        elif isinstance(node, ast.Call):
+            yield from _keywords(node)
+
+
+def _keywords(call: ast.Call) -> Iterator[tuple[str, object, int]]:
+    first = f"{call.args[0].value!r}, " if call.args and isinstance(call.args[0], ast.Constant) else ""
+    for each in call.keywords:
+        if each.arg and isinstance(each.value, ast.Constant):
+            yield f"{ast.unparse(call.func)}({first}{each.arg})", each.value.value, each.value.lineno

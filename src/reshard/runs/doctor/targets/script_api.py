@@ -1,0 +1,244 @@
+"""Names and keywords in a script that its package versions do not have, looked up without running it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from reshard.base.suggest import closest
+from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.location import Location
+from reshard.runs.checks.phrases import words
+from reshard.runs.checks.rules import told
+from reshard.runs.checks.script import Call, Script
+from reshard.runs.doctor.causes.api_changes import read_from
+from reshard.runs.doctor.history.api_table import PACKAGE_OF_ROOT, ApiTable, tables
+from reshard.runs.doctor.history.bloom_filters import packages_with
+from reshard.runs.doctor.history.call_parameters import RefusedParameter, parameters, refused
+from reshard.runs.doctor.history.known_names import table_of
+from reshard.runs.doctor.history.release_ranges import Bounds
+from reshard.runs.doctor.history.versions_in_use import Versions
+
+ImportedName = tuple[ast.stmt | ast.expr, str, str]
+"""Where a script names something, the module, and the name in it; "" for the module itself."""
+
+
+def history_findings(source: Script) -> Iterator[Finding]:
+    """Findings of the history about a script: imports, attributes of modules, keywords."""
+    names = _imports(source.tree)
+    if not names and not source.calls:
+        return
+    versions = Versions.beside(source.path, source.text, source.installed)
+    places: dict[tuple[str, str], ast.stmt | ast.expr] = {}
+    for node, module, name in (*_imported(source.tree), *_read(source.tree, names)):
+        places.setdefault((module, name), node)
+    for (module, name), node in places.items():
+        if own := table_of(module):
+            yield from _of_name(source, node, module, name, own, versions)
+    defined = _defined(source.tree)
+    for call in source.calls:
+        for own, function in _functions(call, names, defined):
+            yield from _of_call(source, call, own, function, versions)
+
+
+# ----------------------------------------------------------------------------------------------------- names
+
+
+def _imported(tree: ast.Module) -> Iterator[ImportedName]:
+    """What is imported unconditionally."""
+    for node in _unconditional(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((node, node.module, each.name) for each in node.names if each.name != "*")
+        elif isinstance(node, ast.Import):
+            yield from ((node, each.name, "") for each in node.names)
+
+
+def _unconditional(node: ast.AST) -> Iterator[ast.stmt]:
+    """Statements outside of `if` and `try`: code that checks a version first supports several."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If | ast.Try):
+            continue
+        if isinstance(child, ast.stmt):
+            yield child
+        yield from _unconditional(child)
+
+
+def _read(tree: ast.Module, names: dict[str, str]) -> Iterator[ImportedName]:
+    """Attributes of imported modules that are read: `transformers.AdamW`."""
+    for node in ast.walk(tree):
+        is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        first, *rest = _dotted(node).split(".") if is_read else [""]
+        module = names.get(first, "")
+        own = table_of(module) if ":" not in module else None
+        if own and isinstance(node, ast.expr):
+            inside = [".".join([module, *rest[:count]]) for count in range(len(rest) + 1)]
+            depth = next((at for at, each in enumerate(inside) if each not in own.modules), 0)
+            yield from [(node, inside[depth - 1], rest[depth - 1])] if depth else []
+
+
+def _dotted(node: ast.AST) -> str:
+    """A name with attributes as it is written; "" for other expressions."""
+    if isinstance(node, ast.Attribute):
+        return f"{inner}.{node.attr}" if (inner := _dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _imports(tree: ast.Module) -> dict[str, str]:
+    """The meaning of each imported name: a module, or `module:name`, for packages in the history."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {each.asname or each.name: f"{node.module}:{each.name}" for each in node.names}
+        elif isinstance(node, ast.Import):
+            roots = {(root := each.name.partition(".")[0]): root for each in node.names if not each.asname}
+            found |= roots | {each.asname: each.name for each in node.names if each.asname}
+    return {name: target for name, target in found.items() if re.split("[.:]", target)[0] in PACKAGE_OF_ROOT}
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Names that the script defines or imports itself."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {each.asname or each.name.partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def _of_name(
+    source: Script, node: ast.stmt | ast.expr, module: str, name: str, own: ApiTable, versions: Versions
+) -> Iterator[Finding]:
+    """A name or module that only releases other than the script's have."""
+    version = versions.assumed(own)
+    presence, shown = own.module(module), module
+    if name and presence.at(version) is not False:
+        presence, shown = own.name(module, name), f"{module}.{name}"
+    bounds = presence.bounds(version) if presence.at(version) is False else None
+    if bounds is None or own.is_open(module, version):
+        return
+    if bounds.since:
+        yield _later(source.place(node.lineno), shown, own, bounds, versions)
+        return
+    new = own.elsewhere(name, module, max(0, own.place(version)[0])) if name else None
+    instead = f"from {new} import {name}" if new else ""
+    is_alone = isinstance(node, ast.ImportFrom) and len(node.names) == 1 and node.end_lineno == node.lineno
+    line = source.lines[node.lineno - 1]
+    fixed = re.sub(r"from \S+ import .*", instead, line) if instead and is_alone else ""
+    values = {"name": shown, "package": own.package, "release": bounds.last}
+    values["pin"] = f"{own.package}{bounds.specifier}"
+    values["instead"] = words("write-instead", new=instead) if instead else words("go-back")
+    sure, evidence = versions.certainty(own, bounds.until)
+    proof = [evidence, read_from(own)]
+    yield told("script-name-gone", [source.place(node.lineno, fixed)], values, certainty=sure, evidence=proof)
+
+
+def _later(place: Location, name: str, own: ApiTable, bounds: Bounds, versions: Versions) -> Finding:
+    """The finding that a later release added something."""
+    values = {"name": name, "package": own.package, "release": bounds.shown}
+    values["pin"] = f"{own.package}{bounds.specifier}"
+    sure, evidence = versions.certainty(own, bounds.until)
+    return told("script-name-later", [place], values, certainty=sure, evidence=[evidence, read_from(own)])
+
+
+# -------------------------------------------------------------------------------------------------- keywords
+
+COMMON_PACKAGES = ("trl", "transformers", "peft", "accelerate")
+"""Packages of classes that a script uses without importing them, as a notebook cell does."""
+LEAST_SIMILARITY = 0.85
+"""Minimum similarity of a keyword that was probably meant."""
+
+
+def _functions(call: Call, names: dict[str, str], defined: set[str]) -> Iterator[tuple[ApiTable, str]]:
+    """The tables and qualified names that a call may mean: by its import, or by the name of a common class."""
+    first, _, rest = call.name.partition(".")
+    module, _, name = names.get(first, "").partition(":")
+    if own := table_of(module):
+        last = rest.rpartition(".")[2] or name
+        yield from _known(own, f"{name}.{last}" if rest and name else last)
+    elif "." not in call.name and first not in defined:
+        exporting = (
+            own for own in tables(packages_with(COMMON_PACKAGES, first)) if first in own.exports(own.root)
+        )
+        yield from [each for own in exporting for each in _known(own, first)][:1]
+
+
+def _known(own: ApiTable, name: str) -> Iterator[tuple[ApiTable, str]]:
+    """The constructor of a class, a function, or a method of a class."""
+    yield from ((own, each) for each in (f"{name}.__init__", name) if own.functions(each))
+
+
+def _of_call(
+    source: Script, call: Call, own: ApiTable, function: str, versions: Versions
+) -> Iterator[Finding]:
+    """The keywords of a call that its function does not accept in the script's release."""
+    for keyword in call.node.keywords:
+        why = refused(own, function, keyword.arg, versions) if keyword.arg else None
+        if why and why.bounds:
+            yield _of_release(source, keyword, function, why, why.bounds, versions)
+        elif why:
+            yield from _slip(source, keyword, own, function, versions)
+
+
+def _slip(
+    source: Script, keyword: ast.keyword, own: ApiTable, function: str, versions: Versions
+) -> Iterator[Finding]:
+    """A keyword that no release has, and that is like one of the function's."""
+    known = parameters(own, function, versions) or set()
+    for near in closest(str(keyword.arg), known, cutoff=LEAST_SIMILARITY):
+        sure, evidence = versions.certainty(own, own.versions[-1])
+        values = {"name": function.removesuffix(".__init__"), "key": keyword.arg, "near": near}
+        place, proof = _renamed(source, keyword, near), [evidence, read_from(own)]
+        yield told("script-unknown-keyword", [place], values, certainty=sure, evidence=proof)
+
+
+def _of_release(
+    source: Script,
+    keyword: ast.keyword,
+    function: str,
+    why: RefusedParameter,
+    bounds: Bounds,
+    versions: Versions,
+) -> Finding:
+    """A keyword that only other releases accept."""
+    shown, name = function.removesuffix(".__init__"), str(keyword.arg)
+    if bounds.since:
+        return _later(source.place(keyword.lineno), f"{shown}({name}=…)", why.table, bounds, versions)
+    sure, evidence = versions.certainty(why.table, bounds.until)
+    place = _renamed(source, keyword, why.renamed) if why.renamed else _dropped(source, keyword)
+    gone = wording(shown, name, why.renamed, why.table.package, bounds.specifier)
+    proof = [evidence, read_from(why.table)]
+    return told("script-removed-keyword", [place], gone, certainty=sure, evidence=proof)
+
+
+def wording(name: str, old: str, new: str | None, package: str, specifier: str) -> dict[str, object]:
+    """What the rule says about an old keyword or key: renamed, or removed."""
+    return {
+        "name": name,
+        "old": old,
+        "became": words("name-became" if new else "name-gone", old=old, new=new),
+        "cure": words("write-new" if new else "delete-old", old=old, new=new),
+        "pin": f"{package}{specifier}",
+    }
+
+
+def _renamed(source: Script, keyword: ast.keyword, new: str) -> Location:
+    """The line of a keyword with another name."""
+    line = source.lines[keyword.lineno - 1]
+    return source.place(keyword.lineno, re.sub(rf"\b{keyword.arg}(\s*=)", rf"{new}\1", line, count=1))
+
+
+def _dropped(source: Script, keyword: ast.keyword) -> Location:
+    """The line without a keyword: as a comment if it stands alone, else with the rest of the call."""
+    line = source.lines[keyword.lineno - 1]
+    before, after = line[: keyword.col_offset], line[keyword.end_col_offset :]
+    if keyword.end_lineno != keyword.lineno:
+        return source.place(keyword.lineno)
+    if not before.strip() and after.strip() in ("", ","):
+        return source.place(keyword.lineno, f"# {line.strip()}")
+    rest = re.sub(r"^\s*,\s*", "", after)
+    before = before if rest != after else re.sub(r",\s*$", "", before)
+    return source.place(keyword.lineno, before + rest)

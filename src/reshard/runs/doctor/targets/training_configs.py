@@ -1,0 +1,239 @@
+"""Diagnose configs by reading them: accelerate, DeepSpeed, TRL and LLaMA-Factory, as YAML or JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from reshard.base.argument_checks import truth
+from reshard.base.languages import Text
+from reshard.runs.checks import grpo
+from reshard.runs.checks.config_text import ConfigText, read_config
+from reshard.runs.checks.device_maps import spread_in
+from reshard.runs.checks.environment import find_gpus
+from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.location import Location
+from reshard.runs.checks.precision import several, without_bf16
+from reshard.runs.checks.rules import in_words, told
+from reshard.runs.doctor.causes.api_changes import read_from
+from reshard.runs.doctor.history.call_parameters import RefusedParameter
+from reshard.runs.doctor.history.config_keys import ConfigKeys
+from reshard.runs.doctor.history.versions_in_use import Versions
+from reshard.runs.doctor.targets.script_api import wording
+
+TRL_KEYS = {
+    "learning_rate",
+    "per_device_train_batch_size",
+    "num_train_epochs",
+    "output_dir",
+    "model_name_or_path",
+}
+"""Keys that identify the config of a run."""
+FOREIGN_KEYS = {"base_model", "model", "rlhf_type", "train_type", "tuner_type", "teacher_model", "adapter"}
+"""Keys of Axolotl and ms-swift, which have their own arguments."""
+SWIFT_KEYS = {"rlhf_type", "train_type", "tuner_type", "teacher_model"}
+LLAMAFACTORY_STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
+"""Of LLaMA-Factory."""
+ACCELERATE_KEYS = {"distributed_type", "compute_environment", "fsdp_config", "deepspeed_config"}
+
+
+def diagnose_config(path: str, installed: Mapping[str, str] | None = None) -> list[Finding]:
+    """The findings about a config. Raises ReshardError if it cannot be read.
+
+    `installed` are the packages of the Python that reads it; None if that is this one.
+    """
+    config = replace(read_config(path), installed=installed)
+    program = _program(config.content)
+    rules = (_text, *CONFIG_CHECKS.get(program, ()))
+    found = [each for rule in rules for each in rule(config)]
+    return [*found, *_keys(config, program)] if program else found
+
+
+def _program(given: Mapping[str, Any]) -> str:
+    """The program that reads a config, "" if its keys do not show it."""
+    names = given.keys()
+    if isinstance(given.get("zero_optimization"), Mapping):
+        return "deepspeed"
+    if "base_model" in names:
+        return ""  # axolotl's: it may have an `fsdp_config` with keys of its own
+    if (
+        "finetuning_type" in names
+        or given.get("stage") in LLAMAFACTORY_STAGES
+        or {"export_dir", "template"} <= names
+    ):
+        return "llamafactory"
+    if names & TRL_KEYS and not names & FOREIGN_KEYS:
+        return "trl"
+    if names & ACCELERATE_KEYS:
+        return "accelerate"
+    return "ms-swift" if names & SWIFT_KEYS else ""
+
+
+def _text(config: ConfigText) -> Iterator[Finding]:
+    """Syntax on which readers of YAML and JSON disagree."""
+    if config.repeated:
+        places = [config.place(key) for key in config.repeated]
+        yield told("config-repeated-key", places, {"keys": ", ".join(config.repeated)})
+    if config.is_lenient:
+        yield told("config-json-comments", [Location(config.path)])
+
+
+# ------------------------------------------------------------------------------------------------- accelerate
+
+FSDP1_KEYS = tuple(
+    f"fsdp_{name}"
+    for name in ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states")
+)
+"""FSDP2 has none of these (accelerate 1.15, FullyShardedDataParallelPlugin); it refuses forward prefetching."""
+
+
+def _accelerate(config: ConfigText) -> Iterator[Finding]:
+    if config.get("fsdp_config.fsdp_state_dict_type") == "SHARDED_STATE_DICT":
+        where = config.changed("fsdp_config.fsdp_state_dict_type", "FULL_STATE_DICT")
+        yield told("sharded-save-model", [where], severity="warning", certainty="possible")
+    processes, machines = config.get("num_processes"), config.get("num_machines")
+    if isinstance(processes, int) and isinstance(machines, int) and machines > 0 and processes % machines:
+        better = -(-processes // machines) * machines
+        counts = {"processes": processes, "machines": machines}
+        yield told("config-processes-machines", [config.changed("num_processes", better)], counts)
+    if config.get("mixed_precision") == "bf16":
+        yield from _without_bf16(config.changed("mixed_precision", "fp16"))
+
+
+def _fsdp(config: ConfigText) -> Iterator[Finding]:
+    """Options of the version of FSDP that is not used."""
+    given, after_forward = config.get("fsdp_config"), "fsdp_reshard_after_forward"
+    if not isinstance(given, Mapping):
+        return
+    if given.get("fsdp_version") == 2:
+        old = [key for key in FSDP1_KEYS if given.get(key) not in (None, False, "NO_PREFETCH")]
+        places = [config.dropped(f"fsdp_config.{key}") for key in old]
+        severity = "error" if truth(given.get("fsdp_forward_prefetch")) else "warning"
+    else:
+        old = [f"{after_forward}: true/false"] if isinstance(given.get(after_forward), bool) else []
+        places = [config.changed(f"fsdp_config.{after_forward}", "FULL_SHARD")]
+        severity = "error"
+    if old:
+        yield told("config-fsdp-versions", places, {"keys": ", ".join(old)}, severity=severity)
+
+
+def _without_bf16(place: Location) -> Iterator[Finding]:
+    """A setting that the GPUs of this machine cannot follow."""
+    return (in_words(violation, [place]) for violation in without_bf16(find_gpus()[0]))
+
+
+# ------------------------------------------------------------------------------------------------- DeepSpeed
+
+
+def _gathering(config: ConfigText) -> Iterator[Finding]:
+    """ZeRO-3 that does not gather the weights when it saves."""
+    stage, gather = "zero_optimization.stage", "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    if config.get(stage) == 3 and config.get(gather) in (None, False):
+        place = config.changed(gather, True) if gather in config.spots else config.place(stage)
+        is_of_trainer = any(re.search(r"\bauto\b", line) for line in config.lines)
+        yield told("config-zero3-gather", [place], certainty="likely" if is_of_trainer else "possible")
+
+
+def _precisions(config: ConfigText) -> Iterator[Finding]:
+    """Both 16-bit precisions: `fp16: true`, or `"fp16": {"enabled": true}`."""
+    half, brain = (
+        f"{name}.enabled" if isinstance(config.get(name), Mapping) else name for name in ("fp16", "bf16")
+    )
+    on = [key.partition(".")[0] for key in (half, brain) if truth(config.get(key))]
+    for violation in several(on):
+        yield in_words(violation, [config.changed(half, False), config.place(brain)])
+
+
+def _batch(config: ConfigText) -> Iterator[Finding]:
+    """The three batch sizes, of which one is the product of the others and the number of processes."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    total, micro, steps = (config.get(key) for key in keys)
+    steps = 1 if steps is None else steps
+    if not all(isinstance(value, int) and value > 0 for value in (total, micro, steps)):
+        return
+    if total % (micro * steps):
+        better = -(-total // (micro * steps)) * micro * steps
+        values = {"total": total, "micro": micro, "steps": steps}
+        yield told("config-batch-product", [config.changed("train_batch_size", better)], values)
+
+
+# ------------------------------------------------------------------------------------- LLaMA-Factory and TRL
+
+
+def _flash_attention(config: ConfigText) -> Iterator[Finding]:
+    if config.get("flash_attn") == "fa2":
+        yield from _without_bf16(config.changed("flash_attn", "sdpa"))
+
+
+def device_maps(config: ConfigText) -> Iterator[Finding]:
+    """Device maps over several devices, in `model_init_kwargs` and everywhere else."""
+    if keys := list(spread_in(config.content)):
+        yield told("script-device-map", [config.changed(key, None) for key in keys])
+
+
+def _groups(config: ConfigText) -> Iterator[Finding]:
+    """Batch sizes of GRPO that are no multiple of its groups."""
+    is_grpo = "num_generations" in config.content or "reward_funcs" in config.content
+    if numbers := grpo.numbers_of(config.content) if is_grpo else None:
+        key, value = grpo.better(numbers)
+        place = config.changed(key, value) if value else config.place(key)
+        yield from (in_words(violation, [place]) for violation in grpo.cut_groups(numbers))
+
+
+CONFIG_CHECKS: dict[str, tuple[Callable[[ConfigText], Iterator[Finding]], ...]] = {
+    "accelerate": (_accelerate, _fsdp),
+    "deepspeed": (_gathering, _precisions, _batch),
+    "llamafactory": (_flash_attention, _precisions),
+    "trl": (device_maps, _groups, _precisions),
+}
+"""By the program that reads the config."""
+
+
+# -------------------------------------------------------------------------------------------------------- keys
+
+
+def _keys(config: ConfigText, program: str) -> Iterator[Finding]:
+    """Keys that the program does not read: of another release, or misspelled."""
+    versions = Versions.beside(config.path, installed=config.installed)
+    keys = ConfigKeys(program, versions)
+    if keys.table is None:
+        return
+    slips: dict[str, str] = {}
+    for key in _asked(config, program):
+        name = key.rpartition(".")[2]
+        if why := keys.gone(name):
+            sure, evidence = versions.certainty(why.table, why.bounds.until if why.bounds else None)
+            proof = [evidence, read_from(why.table)]
+            yield _of_other_release(config, key, keys, why, sure, proof)
+        elif near := keys.near(name):
+            slips[key] = near
+    if slips:
+        names = ", ".join(key.rpartition(".")[2] for key in slips)
+        values = {"program": keys.schema.program, "key": names, "near": ", ".join(slips.values())}
+        places, proof = [config.renamed(*each) for each in slips.items()], [read_from(keys.table)]
+        yield told("config-unknown-key", places, values, certainty="likely", evidence=proof)
+
+
+def _of_other_release(
+    config: ConfigText, key: str, keys: ConfigKeys, why: RefusedParameter, sure: str, proof: list[Text]
+) -> Finding:
+    assert why.bounds is not None
+    package, name = why.table.package, key.rpartition(".")[2]
+    if why.bounds.since is None:
+        values = wording(keys.schema.program, name, why.renamed, package, why.bounds.specifier)
+        place = config.renamed(key, why.renamed) if why.renamed else config.dropped(key)
+        return told("script-removed-keyword", [place], values, certainty=sure, evidence=proof)
+    values = {"name": name, "package": package, "release": why.bounds.shown}
+    values["pin"] = f"{package}{why.bounds.specifier}"
+    return told("script-name-later", [config.place(key)], values, certainty=sure, evidence=proof)
+
+
+def _asked(config: ConfigText, program: str) -> list[str]:
+    """The keys of a config to look up: those that the program reads itself."""
+    if program == "deepspeed":
+        free = ("optimizer.params.", "scheduler.params.")
+        return [key for key in config.spots if not key.startswith(free)]
+    nested = ("fsdp_config.", "deepspeed_config.") if program == "accelerate" else ()
+    return [key for key in config.spots if "." not in key or key.startswith(nested)]

@@ -1,0 +1,116 @@
+"""What the end of a log, or a short text, says of a failure in free words: a program's or a person's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from reshard.runs.doctor.text.error_lines import HEADING
+from reshard.runs.doctor.text.progress_lines import DATA_LENGTH, went_on
+from reshard.runs.doctor.text.tracebacks import LogLine, Traceback
+
+MAX_PASTED_LINES = 6
+"""Maximum lines of a text that is only a message, not a log."""
+LAST_LINES = 3
+"""Lines at the end of a log in which any wording of a failure counts."""
+EDGE_LINES = 3
+"""Lines before and after a log in which people say what happens."""
+_FAILS = re.compile(
+    r"""\b(?i:errors?|failed|failure|failing|fatal|abort(?:ed|ing)|crash(?:ed)?|denied|refused|unrecognized
+        |giving\ up|cannot|can['’]?t|could\ not|couldn['’]?t|unable\ to|not\ found|no\ such|not\ supported
+        |unsupported|out\ of\ memory|undefined|mismatch|not\ installed|killed|stopped|invalid|timed\ out|no\ space
+        |unavailable|no\ (?:\w+\ ){1,3}found|on\ the\ meta\ device
+        |not\ (?:set|initialized|defined|given|provided)\b.{0,40}\bplease|not\ compiled
+        |without\ (?:GPU|CUDA)\ support)\b
+      | 报错 | 错误 | 失败 | 无法 | 找不到 | 不支持 | 崩溃 | 闪退""",
+    re.VERBOSE,
+)
+_CALM = re.compile(
+    r"""\b(?i:(?:0|no|without|not\ an)\ (?:\w+\ )?(?:errors?|failures?|problems?|issues?)
+        |(?:errors?|failed|failures?)['"]?\s*[:=]\s*(?:0|none|null|false)\b
+        |warning:\ errors|ignor(?:ed|ing)|skipp(?:ed|ing)|falling\ back|fall\ ?back|deprecated|continuing|retry
+        |will\ be\ (?:used|set|ignored)|instead|using\ default|default(?:s|ing)\ to|(?:is|are)\ off)\b | \bharmless
+      | (?<!=)\b(?:INFO|DEBUG)\b | ^\[?[ID]\d{3,4}\b | :\ warning:\  | \b[A-Z]\w*Warning:\  | \bHTTP/\d
+      | \((?:\w+\.)*\w+(?:Error|Exception):\  | errno:\ 97\b""",
+    re.VERBOSE,
+)
+"""Messages that a program recovers, or that nothing is wrong; levels without failures, and a server's answers."""
+_ASKED = re.compile(
+    r"""\w['"`)]*[?？]\s*$|提示|怎么|为什么|请问|求助|解决|异常|超时
+      |\b(?i:help|any\ ideas|I\ (?:got|get|am\ getting|keep\ getting))\b""",
+    re.VERBOSE,
+)
+"""Words of people who ask about a failure."""
+_QUESTION = re.compile(
+    r"""怎么|为什么|请问|求助|求解|如何解决 | ^\W*(?i:how|why|what|is|are|any|can|could|does|has)\b.*[?？]\s*$
+      | \b(?i:any\ ideas|please\ help|help\ me)\b""",
+    re.VERBOSE,
+)
+"""Sentences in which people, and not programs, ask about a run."""
+_DENIES = re.compile(
+    r"\b(?i:not|no|only|must|requires?|required|unexpected|unhandled|mixed|nan|timeout|exception|throwing)\b|n['’]t\b"
+)
+"""Words of most messages of failures, and of many harmless ones."""
+_HANGS = re.compile(
+    r"卡住|卡死|卡在|挂起|不动了|一直不动|没有反应|无响应"
+    r"|\b(?i:(?:hangs?|hung|hanging|stuck|frozen|freezes|freezing)\b(?! up))|\bno progress\b"
+)
+"""Words of people, not of programs, for a run that neither goes on nor fails."""
+_PERSON = re.compile(
+    r"\b(?:I|[Mm]y|[Ww]e|forever)\b|\b[Ii]t (?:\w+ ){0,2}(?:hangs|hung|stuck|freezes|frozen)\b|[\u4e00-\u9fff]"
+)
+_PROGRAM = re.compile(r"\b(?:INFO|DEBUG|(?i:warn(?:ing)?))\b")
+
+
+def describes_hang(lines: Sequence[LogLine]) -> bool:
+    """Whether the lines are a few words about a run that hangs, or a log between such words."""
+    told = [line for line in lines if line.text.strip()]
+    if len(told) <= MAX_PASTED_LINES:
+        return any(_HANGS.search(line.text) for line in told)
+    return any(_tells_of_hang(line.text) for line in (*told[:EDGE_LINES], *told[-EDGE_LINES:]))
+
+
+def _tells_of_hang(text: str) -> bool:
+    """Whether a person says in this line that a run hangs."""
+    return bool(_HANGS.search(text) and _PERSON.search(text) and not _PROGRAM.search(text))
+
+
+def last_words(lines: Sequence[LogLine]) -> Traceback | None:
+    """The end of a log, if it reports a failure in words that no other rule covers."""
+    told = [line for line in lines if line.text.strip()]
+    is_pasted = len(told) <= MAX_PASTED_LINES
+    if not is_pasted:
+        told = [*(each for each in told[:EDGE_LINES] if _tells_of_hang(each.text)), *told[-LAST_LINES:]]
+    hangs = describes_hang(lines)
+    fails = [each for each in told if reports_failure(each.text) or (hangs and _HANGS.search(each.text))]
+    fails = [each for each in fails if not is_question(each.text)] or (
+        _asked_about(told) if is_pasted else []
+    )
+    line = next((each for each in fails if len(each.text) < DATA_LENGTH), None)
+    if line is None:
+        return None
+    said = "\n".join(each.text.strip() for each in told[told.index(line) :])
+    return Traceback(line.stream, line.number, line.number, line.number, "", said)
+
+
+def reports_failure(text: str) -> bool:
+    """Whether a line says that something failed, and not that it does no harm."""
+    return bool(_FAILS.search(text)) and not _CALM.search(text) and not HEADING.fullmatch(text)
+
+
+def _asked_about(told: Sequence[LogLine]) -> list[LogLine]:
+    """The lines in which a person asks about a failure or, if the text is one line, quotes one."""
+    if any(map(went_on, told)):
+        return []
+    words = re.compile(f"{_ASKED.pattern}|{_DENIES.pattern}", re.VERBOSE) if len(told) == 1 else _ASKED
+    return [each for each in told if words.search(each.text) and not _CALM.search(each.text)]
+
+
+def is_calm(text: str) -> bool:
+    """Whether a line says that nothing is wrong, or that a program recovered."""
+    return bool(_CALM.search(text))
+
+
+def is_question(text: str) -> bool:
+    """Whether a person asks about a run in this line: it is no failure of the run."""
+    return bool(_QUESTION.search(text))

@@ -1,0 +1,144 @@
+"""Parse logs of many ranks: streams without colours and prefixes, their tracebacks, and what the run says of itself.
+
+Launchers add a prefix to each line, and the lines of ranks interleave. A line belongs to the stream that its prefix
+names; within a stream a traceback is contiguous again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from reshard.runs.doctor.text.line_prefixes import TRACEBACK_START
+from reshard.runs.doctor.text.log_thinning import thinned
+from reshard.runs.doctor.text.progress_lines import progress
+from reshard.runs.doctor.text.run_details import (
+    command_in,
+    first_to_die_in,
+    gpu_in,
+    versions_in,
+    world_size_in,
+)
+from reshard.runs.doctor.text.text_files import shortened
+from reshard.runs.doctor.text.tracebacks import LogLine, Traceback, tracebacks
+
+__all__ = ["Log", "LogLine", "Traceback", "read_log"]
+
+
+@dataclass
+class Log:
+    """A parsed log, and the facts in it that no recogniser has to look for.
+
+    `tracebacks` are in the order of their first lines. The rank of a line or a traceback is its `rank`; which of them
+    failed first, `match.first_sign` says.
+    """
+
+    name: str
+    lines: list[LogLine]
+    tracebacks: list[Traceback]
+
+    @property
+    def text(self) -> str:
+        """The text, stream by stream, so that the lines of a rank are contiguous."""
+        return "\n".join(line.text for line in self.ordered)
+
+    @property
+    def ordered(self) -> list[LogLine]:
+        """Lines by stream, streams by their first line."""
+        return [line for stream in self.streams.values() for line in stream]
+
+    @cached_property
+    def streams(self) -> dict[str, list[LogLine]]:
+        """The lines of each stream, by its name: of each rank, if lines have a rank in their prefix."""
+        return streams_of(self.lines)
+
+    @property
+    def last_lines(self) -> dict[str, LogLine]:
+        """The last line of each stream that is not empty."""
+        return {name: line for name, lines in self.streams.items() for line in lines if line.text.strip()}
+
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        """The versions of packages, the first that the log names of each."""
+        return {package: version for package, (version, _) in self.versions_seen.items()}
+
+    @cached_property
+    def versions_seen(self) -> dict[str, tuple[str, LogLine]]:
+        """The versions of packages, each with the line that names it."""
+        found: dict[str, tuple[str, LogLine]] = {}
+        for line in self.lines:
+            for package, version in versions_in(line.text):
+                found.setdefault(package, (version, line))
+        return found
+
+    @cached_property
+    def command(self) -> LogLine | None:
+        """The first command line that starts a run, as one line; None if the log shows none."""
+        return command_in(self.ordered)
+
+    @cached_property
+    def first_to_die(self) -> int | None:
+        """The rank that torchrun reports as the first to fail; None if it reports none."""
+        return first_to_die_in(self.text)
+
+    @cached_property
+    def world_size(self) -> int:
+        """The number of ranks that the log names; 0 if it names none."""
+        return next((size for line in self.lines if (size := world_size_in(line.text))), 0)
+
+    @cached_property
+    def gpu(self) -> str | None:
+        """The first GPU that the log names."""
+        return gpu_in(self.text)
+
+    @cached_property
+    def progress(self) -> dict[str, int]:
+        """The number of the last line in each stream that shows that its process continued."""
+        return progress(self._own)
+
+    @cached_property
+    def measured(self) -> dict[str, int]:
+        """The same, of lines with metrics only."""
+        return progress(self._own, measured=True)
+
+    @cached_property
+    def _own(self) -> list[LogLine]:
+        """The lines without those, indented, that continue an exception's message: it may quote a step and its loss."""
+        quoted = {(each.stream, at) for each in self.tracebacks for at in range(each.last + 1, each.end + 1)}
+        return [
+            each
+            for each in self.lines
+            if not (each.text[:1].isspace() and (each.stream, each.number) in quoted)
+        ]
+
+
+def read_log(name: str, content: str | Iterable[str]) -> Log:
+    """Parse a log, given as text, or as an iterable of lines.
+
+    Repeated lines of a long log are dropped, and the middle of a long line.
+    """
+    raw = content.split("\n") if isinstance(content, str) else content
+    lines = [line for each in thinned(map(shortened, raw)) for line in _unescaped(LogLine(*each))]
+    found = [each for stream in streams_of(lines).values() for each in tracebacks(stream)]
+    return Log(name, lines, sorted(found, key=lambda t: t.first))
+
+
+def streams_of(lines: Iterable[LogLine]) -> dict[str, list[LogLine]]:
+    """Lines by their stream, streams by their first line."""
+    streams: dict[str, list[LogLine]] = {}
+    for line in lines:
+        streams.setdefault(line.stream, []).append(line)
+    return streams
+
+
+_ESCAPED_FRAME = re.compile(rf'File \\+"[^"]+\\", line \d+|{re.escape(TRACEBACK_START)}:\\+n {{1,4}}File "')
+
+
+def _unescaped(line: LogLine) -> list[LogLine]:
+    """The lines inside a line of JSON, or of Python's bytes, that contains a traceback: torchelastic's error files."""
+    if not _ESCAPED_FRAME.search(line.text):
+        return [line]
+    parts = re.split(r'(?<!\\)\\+n|(?<!\\)(?="[,}\]])', line.text)
+    return [line._replace(text=shortened(re.sub(r"(?<!\\)\\+(?=[\"'])", "", part))) for part in parts]

@@ -1,0 +1,1 @@
+"""The guard around a training command. `reshard.guard` is its public face."""

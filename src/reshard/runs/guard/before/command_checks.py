@@ -1,0 +1,271 @@
+"""Checks of a command before it starts: its script and configs, its Python, and this machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from reshard.base.errors import Problem, ReshardError
+from reshard.runs.checks import grpo
+from reshard.runs.checks.environment import Environment
+from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.location import Location
+from reshard.runs.checks.root_causes import combined
+from reshard.runs.checks.rules import in_words
+from reshard.runs.doctor.remedy_spelling import RunTools, spelled
+from reshard.runs.doctor.targets.environments import diagnose_environment
+from reshard.runs.guard.before import checkpoint_output, resources
+from reshard.runs.guard.before.command_python import PythonQuestion
+from reshard.runs.guard.before.data_records import data_problems
+from reshard.runs.guard.command.command_settings import FOREIGN_CONFIG_OPTIONS, plain_source, source_of
+from reshard.runs.guard.command.read_command import TrainingCommand
+
+TESTED_VERSIONS = {"transformers": ">=4.31", "torch": ">=2.0"}
+"""The releases that the doctor's rules know."""
+
+
+@dataclass
+class Checked:
+    """What the checks found. Errors among the `problems` stop the start."""
+
+    problems: list[Problem] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    """What could not be checked, and why, in a sentence each."""
+    environment: Environment | None = None
+    tools: frozenset[str] = frozenset()
+    """The programs that the command uses, by their names in remedies."""
+
+    @property
+    def errors(self) -> list[Problem]:
+        return [problem for problem in self.problems if problem.severity == "error"]
+
+
+def check(command: TrainingCommand) -> Checked:
+    """All problems of a command that can be seen before it starts. Nothing of it is executed or imported."""
+    question = PythonQuestion(command)
+    checked = Checked()
+    text = "\n".join(_texts(command))
+    weights = resources.weights_of(command)
+    checked.problems += [*resources.memory(command, weights, text), *resources.disk(command, weights, text)]
+    checked.problems += _of_output(command, text)
+    answer = question.answer()
+    environment = checked.environment = answer.environment
+    checked.problems += _missing(command, answer.missing)
+    checked.problems += resources.port(command, environment)
+    checked.problems += data_problems(command)
+    findings = list(_of_files(command, answer.versions, checked))
+    findings += _of_environment(command, environment, text) if environment else []
+    usage = RunTools()
+    usage.see(text)
+    checked.tools = frozenset(usage.found)
+    findings = _with_groups(command, findings)
+    checked.problems += spelled(map(judged, combined(findings)), usage) if findings else []
+    checked.unchecked += _unchecked(command, environment, answer.silence)
+    return checked
+
+
+def judged(finding: Finding) -> Finding:
+    """A finding that stops the start only if it is sure."""
+    is_guess = finding.severity == "error" and finding.certainty != "sure"
+    return replace(finding, severity="warning") if is_guess or finding.code in POSSIBLE_ERRORS else finding
+
+
+POSSIBLE_ERRORS = (
+    "env-requirement",
+    "env-trl-transformers",
+    "script-first-rank-only",
+    "sharded-save-model",
+    "config-unknown-key",
+)
+"""Errors with which a run can still end well, or whose program may be another than it seems."""
+SEVERAL_PROCESSES_ONLY = ("script-device-map", "script-rank-guard", "script-optimizer-before-sharding")
+"""Findings that matter only if several processes run the script."""
+
+
+def _texts(command: TrainingCommand) -> Iterator[str]:
+    """The words, files and settings that show what a run does."""
+    yield " ".join(command.words)
+    for path in (*([command.script] if command.script else []), *command.configs):
+        if path.is_file():
+            yield path.read_text("utf-8", "replace")
+
+
+def _of_files(command: TrainingCommand, installed: Mapping[str, str], checked: Checked) -> Iterator[Finding]:
+    """The doctor's findings about script and configs, for the number of processes that will run them."""
+    from reshard.runs.doctor.targets.launch_scripts import diagnose_launch, run_by_several
+    from reshard.runs.doctor.text.text_files import SHELL_SUFFIXES
+
+    count = command.processes * command.nodes
+    place = Location("the command", None, " ".join(command.words))
+    shell = [
+        path
+        for word in command.words
+        if word.endswith(SHELL_SUFFIXES) and (path := command.folder / word).is_file()
+    ]
+    for path in (*shell, *([command.script] if command.script else []), *command.configs):
+        try:
+            findings = diagnose_launch(str(path)) if path in shell else _diagnosed(path, installed)
+        except ReshardError as error:
+            checked.problems += error.problems if path.exists() else [_lost(path, command)]
+            continue
+        if count > 1:
+            findings = run_by_several(str(path), findings, place, command.processes)
+        yield from (each for each in findings if count > 1 or each.code not in SEVERAL_PROCESSES_ONLY)
+
+
+def _diagnosed(path: Path, installed: Mapping[str, str]) -> list[Finding]:
+    """The findings about a script, or about a config, with these packages."""
+    if path.suffix in (".yaml", ".yml", ".json"):
+        from reshard.runs.doctor.targets.training_configs import diagnose_config
+
+        return diagnose_config(str(path), installed)
+    from reshard.runs.doctor.targets.training_scripts import diagnose_source
+
+    return diagnose_source(replace(source_of(str(path)), installed=installed))
+
+
+def _lost(path: Path, command: TrainingCommand) -> Problem:
+    return Problem(
+        "script-not-found",
+        "the script does not exist",
+        file=str(path),
+        found=f"{command.launcher} in {command.folder}",
+        remedy="check the path, which counts from the folder of the command",
+    )
+
+
+def _missing(command: TrainingCommand, modules: tuple[str, ...]) -> Iterator[Problem]:
+    for name in modules:
+        yield Problem(
+            "module-not-installed",
+            f"this Python has no module {name}",
+            found=" ".join(command.interpreter or ()),
+            remedy=f"activate the environment that has it, or install it: {' '.join(command.interpreter or ())} "
+            f"-m pip install {name.split('.')[0]}",
+        )
+
+
+RESUME_PATTERN = re.compile(
+    r"resume|load_checkpoint|--load\b|overwrite_output_dir|from_checkpoint|--finetune[= ]false"
+)
+
+
+def _of_output(command: TrainingCommand, text: str) -> Iterator[Problem]:
+    if command.output is not None:
+        yield from checkpoint_output.unwritable(command.output, _output_option(command))
+        if not RESUME_PATTERN.search(text):
+            yield from checkpoint_output.occupied(command.output)
+
+
+def _output_option(command: TrainingCommand) -> str:
+    """How the command names its output."""
+    name = next((name for name, (value, _) in command.settings.items() if _is(command, value)), "output_dir")
+    return name if "." in name else f"--{name}"
+
+
+def _is(command: TrainingCommand, value: Any) -> bool:
+    return isinstance(value, str) and command.folder / value == command.output
+
+
+# ------------------------------------------------------------------------------------------------------- GRPO
+
+
+GRPO_CODES = ("grpo-one-generation", "script-grpo-arithmetic")
+
+
+def _with_groups(command: TrainingCommand, findings: list[Finding]) -> list[Finding]:
+    """The findings, those about groups of GRPO for the number of processes that the command starts."""
+    given, places = _batch(command)
+    numbers = grpo.numbers_of(given) if given and command.launcher else None
+    if numbers is None:
+        return findings
+    violations = grpo.cut_groups(numbers, command.processes * command.nodes)
+    return [
+        *(each for each in findings if each.code not in GRPO_CODES),
+        *(in_words(violation, places) for violation in violations),
+    ]
+
+
+def _batch(command: TrainingCommand) -> tuple[dict[str, Any], list[Location]]:
+    """GRPO's batch sizes as the settings say, or else the only GRPOConfig of the script; and their places."""
+    set_to = {key: command.settings[key] for key in grpo.GRPO_OPTIONS if key in command.settings}
+    if "num_generations" in set_to:
+        given = {key: int(value) if str(value).isdecimal() else value for key, (value, _) in set_to.items()}
+        return given, [place for _, place in set_to.values()]
+    source = plain_source(command.script)
+    calls = source.find("GRPOConfig") if source else []
+    if len(calls) != 1 or set_to or not all(each.arg for each in calls[0].node.keywords):
+        return {}, []
+    keywords = {key: value for key in grpo.GRPO_OPTIONS if (value := calls[0].keyword(key)) is not None}
+    lines = {calls[0].line, *(each.value.lineno for each in keywords.values())}
+    numbers = {key: getattr(each.value, "value", "unknown") for key, each in keywords.items()}
+    return {"num_generations": None, **numbers}, [source.place(line) for line in sorted(lines)]
+
+
+# ------------------------------------------------------------------------------------------------ environment
+
+
+def _of_environment(command: TrainingCommand, environment: Environment, text: str) -> Iterator[Finding]:
+    """The doctor's findings about the environment as the launcher will make it for the ranks."""
+    variables = dict(environment.variables)
+    if command.has_ranks:
+        world = command.processes * command.nodes
+        variables |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(command.processes), "RANK": "0"}
+    for finding in diagnose_environment(replace(environment, variables=variables)):
+        concerns = CONCERNS.get(finding.code)
+        if concerns is None or concerns(command, text):
+            yield finding
+
+
+def _on_gpus(command: TrainingCommand, text: str) -> bool:
+    """Whether nothing shows that the run uses the CPU."""
+    hidden = command.environment.get("CUDA_VISIBLE_DEVICES")
+    wanted = re.search(r"\bgloo\b|use_cpu|no_cuda|--cpu\b|\"cpu\"|'cpu'", text)
+    return (hidden is None or hidden.strip() not in ("", "-1")) and wanted is None
+
+
+CONCERNS: Mapping[str, Callable[[TrainingCommand, str], bool]] = {
+    "env-more-processes-than-gpus": _on_gpus,
+    "env-torch-without-cuda": _on_gpus,
+    "env-no-bf16": lambda command, text: _on_gpus(command, text) and "bf16" in text,
+    "env-old-driver": _on_gpus,
+    "env-capability-not-built": _on_gpus,
+    "env-device-map-tp": lambda command, text: (
+        "device_map" in text and (command.has_ranks or "WORLD_SIZE" in command.environment)
+    ),
+    "env-accelerate-fsdp2-lora": lambda command, text: bool(
+        re.search("fsdp", text, re.IGNORECASE) and re.search("lora|peft", text, re.IGNORECASE)
+    ),
+    "env-accelerate-default-config": lambda command, text: _reads_default(command),
+    "env-accelerate-config-unreadable": lambda command, text: _reads_default(command),
+    "env-trl-transformers": lambda command, text: "trl" in text,
+    "env-small-shm": lambda command, text: command.processes > 1,
+}
+"""When a finding about the environment concerns a command; the others always do."""
+
+
+def _reads_default(command: TrainingCommand) -> bool:
+    return command.launcher in ("accelerate", "axolotl", "trl") and command.setting("config_file") is None
+
+
+# -------------------------------------------------------------------------------------------------- unchecked
+
+
+def _unchecked(command: TrainingCommand, environment: Environment | None, silence: str) -> Iterator[str]:
+    if not command.launcher:
+        yield f"The script was not checked: reshard does not know what `{command.words[0]}` starts."
+    elif command.script is None and command.module:
+        yield f"The code of the module {command.module} was not checked, only its settings."
+    if environment is None:
+        yield f"The installed packages were not checked: {silence}."
+    for package, known in TESTED_VERSIONS.items() if environment else ():
+        version = environment.versions.get(package) if environment else None
+        if version and environment and not environment.has(package, known):
+            yield f"What works with {package} {version} was not checked: reshard knows {package}{known}."
+    for name in FOREIGN_CONFIG_OPTIONS:
+        value = command.setting(name)
+        if isinstance(value, str) and value.endswith(".json") and not (command.folder / value).is_file():
+            yield f"{name} was not checked: {value} does not exist."

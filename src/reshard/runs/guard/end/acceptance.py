@@ -1,0 +1,389 @@
+"""Checks that the final folder of a run has to pass, though reshard itself wrote it.
+
+What cannot be checked, such as what only transformers can tell where it is not installed, is listed with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from reshard import adapters
+from reshard.adapters.adapter import LowRankPair
+from reshard.base.errors import Problem, ReshardError, listed
+from reshard.families.config_map import portable_config
+from reshard.families.outer_model import language_config
+from reshard.folders.companions import CONFIG, find_companions, read_object
+from reshard.formats import open_checkpoint
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.peft import ADAPTER_CONFIG as ADAPTER_CONFIG
+from reshard.model.described_checkpoint import describe
+from reshard.model.model_heads import resolve_if_declared
+from reshard.runs.guard.screen import NOT_CHECKED_MARK, RIGHT_MARK, WRONG_MARK
+from reshard.stores.hub import name_of
+from reshard.transfer.source_files import Sources
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a folder is compared with: its base model, if it is known, and whether that may bring its own code."""
+
+    base: Path | None = None
+    trust_remote_code: bool = False
+
+
+NO_TRANSFORMERS = "transformers is not installed beside reshard"
+NO_BASE = "the base model is not known"
+
+
+class NotChecked(Exception):  # noqa: N818 - it is no error
+    """Why something cannot be checked."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of one check: what was found, and its problems."""
+
+    name: str
+    found: str
+    problems: tuple[Problem, ...] = ()
+    checked: bool = True
+    """False if it could not be checked; `found` is then the reason."""
+
+    @property
+    def mark(self) -> str:
+        """How a screen shows the result."""
+        if not self.checked:
+            return NOT_CHECKED_MARK
+        return RIGHT_MARK if self.right else WRONG_MARK
+
+    @property
+    def right(self) -> bool:
+        """Whether there are no problems."""
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "name": self.name,
+            "found": self.found,
+            "checked": self.checked,
+            "right": self.right,
+            "problems": [problem.as_dict() for problem in self.problems],
+        }
+
+
+def checked(name: str, look: Callable[[], str]) -> CheckResult:
+    """The result of `look`, which returns what it found, or raises NotChecked, ReshardError or OSError."""
+    try:
+        return CheckResult(name, look())
+    except NotChecked as reason:
+        return CheckResult(name, f"not checked: {reason}", checked=False)
+    except ReshardError as error:
+        return CheckResult(name, error.problems[0].message, tuple(error.problems))
+    except OSError as error:
+        problem = Problem(
+            "system-refused",
+            "the system refused to read or to write",
+            file=str(error.filename) if error.filename else None,
+            found=error.strerror or str(error),
+            remedy="fix what the system reports, and make the folder again from the last checkpoint",
+        )
+        return CheckResult(name, problem.message, (problem,))
+
+
+def of_model(folder: Path, origin: Origin, *, of: str = "") -> Iterator[CheckResult]:
+    """The checks of a folder with a model. `of` is a prefix of their names."""
+    yield checked(f"{of}loads strictly", lambda: _loads(folder, origin))
+    yield checked(f"{of}config", lambda: _config(folder))
+    yield checked(f"{of}tied head", lambda: _head(folder))
+    yield from _texts(folder, origin, of)
+    if origin.base is None:
+        yield CheckResult(f"{of}compared with the base", f"not checked: {NO_BASE}", checked=False)
+    yield _asked(f"{of}generation config", lambda: _generation(folder))
+
+
+def of_adapter(folder: Path, origin: Origin) -> Iterator[CheckResult]:
+    """The checks of a folder with an adapter."""
+    yield checked("adapter fits its base", lambda: _fits(folder, origin))
+    yield checked("adapter config", lambda: _adapter_config(folder, origin))
+    yield from _texts(folder, origin, "")
+
+
+def _texts(folder: Path, origin: Origin, of: str) -> Iterator[CheckResult]:
+    yield _asked(f"{of}tokenizer", lambda: _tokenizer(folder, origin))
+    yield _asked(f"{of}chat template", lambda: _template(folder, origin))
+
+
+def _asked(name: str, look: Callable[[], str]) -> CheckResult:
+    """A check by transformers, if it is installed."""
+    if find_spec("transformers") is None:
+        return CheckResult(name, f"not checked: {NO_TRANSFORMERS}", checked=False)
+    return checked(name, look)
+
+
+def _loads(folder: Path, origin: Origin) -> str:
+    """Check strictly that all tensors are there and no others: with reshard, and with transformers if installed.
+
+    The model's own code is not executed here, even if the run trusted it.
+    """
+    checkpoint = open_checkpoint(folder)
+    count = len(resolve_if_declared(describe(checkpoint)).checkpoint.tensors)
+    if find_spec("transformers") is None:
+        raise NotChecked(f"{NO_TRANSFORMERS}; reshard opens it, with {count} tensors")
+    if origin.trust_remote_code and "auto_map" in read_object(folder / CONFIG, Sources()):
+        raise NotChecked(
+            f"the code of the model is its own, and not run; reshard opens it, with {count} tensors"
+        )
+    from importlib.metadata import version
+
+    from reshard.oracle.transformers import assert_loads
+
+    assert_loads(folder)
+    return f"{count} tensors, none missing and none left over, by transformers {version('transformers')}"
+
+
+def _config(folder: Path) -> str:
+    """Check that the config agrees with the weights, and has the keys that older readers expect."""
+    config = read_object(folder / CONFIG, Sources())
+    checkpoint = open_checkpoint(folder)
+    model = resolve_if_declared(describe(checkpoint)).model
+    dtype = _main_dtype(checkpoint)
+    expected = portable_config(config, dtype, model.family.config if model else None)
+    problems = [
+        Problem(
+            "config-not-portable",
+            "the config is wrong or incomplete for some version of transformers",
+            tensor=name,
+            file=str(folder / CONFIG),
+            expected=repr(value),
+            found=repr(config.get(name)),
+            remedy="convert the checkpoint again",
+        )
+        for name, value in expected.items()
+        if config.get(name) != value
+    ]
+    if problems:
+        raise ReshardError(problems)
+    return f"{dtype}, use_cache, keys of transformers 4 and 5"
+
+
+def _main_dtype(checkpoint: Checkpoint) -> str:
+    """The dtype with the most bytes."""
+    counted: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        counted[tensor.dtype.name] = counted.get(tensor.dtype.name, 0) + tensor.nbytes
+    return max(counted, key=lambda name: counted[name])
+
+
+def _head(folder: Path) -> str:
+    tensors = open_checkpoint(folder).tensors
+    if HEAD not in tensors and EMBEDDING not in tensors:
+        raise NotChecked(f"no tensor is called {HEAD} or {EMBEDDING}")
+    if not read_object(folder / CONFIG, Sources()).get("tie_word_embeddings"):
+        return "not tied"
+    if HEAD in tensors and EMBEDDING in tensors:
+        raise ReshardError(
+            "tied-head-stored",
+            "a tied head is stored in addition to the embedding",
+            tensor=HEAD,
+            file=str(folder),
+            rule="tie_word_embeddings is true",
+            remedy="convert the checkpoint again",
+        )
+    return "tied, stored once"
+
+
+def _tokenizer(folder: Path, origin: Origin) -> str:
+    """Check that every token of the base has the same id here. Added tokens are allowed."""
+    ours = _vocabulary(folder, origin)
+    theirs = _vocabulary(origin.base, origin) if origin.base else {}
+    changed = [token for token, number in theirs.items() if ours.get(token) != number]
+    rows, highest = _rows(folder), max(ours.values(), default=0)
+    problem = None
+    if len(ours) < 2:
+        problem = Problem(
+            "tokenizer-without-vocabulary", "the tokenizer has no vocabulary", found=f"{len(ours)} tokens"
+        )
+    elif changed:
+        some = ", ".join(repr(token) for token in changed[:5])
+        problem = Problem(
+            "tokens-renumbered",
+            "tokens of the base have different ids or are missing",
+            found=f"{len(changed)}: {some}",
+        )
+    elif rows is not None and highest >= rows:
+        problem = Problem(
+            "token-without-row",
+            "a token has no row in the embedding",
+            expected=f"ids below {rows}",
+            found=str(highest),
+        )
+    if problem:
+        raise ReshardError(
+            replace(
+                problem,
+                file=str(folder),
+                expected=problem.expected or f"the {len(theirs)} tokens of {origin.base}",
+                remedy=_copy_tokenizer(origin),
+            )
+        )
+    added = f", {len(ours) - len(theirs)} added" if len(ours) > len(theirs) else ""
+    return f"{len(theirs)} tokens as in the base{added}" if origin.base else f"{len(ours)} tokens"
+
+
+def _copy_tokenizer(origin: Origin) -> str:
+    return f"copy the tokenizer of {origin.base or 'the base'} into the checkpoint, and convert it again"
+
+
+def _rows(folder: Path) -> int | None:
+    """Rows of the embedding according to the config; None for an adapter, which may add rows to its base."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return None
+    rows = language_config(read_object(folder / CONFIG, Sources())).get("vocab_size")
+    return int(rows) if rows else None
+
+
+def _vocabulary(folder: Path, origin: Origin) -> dict[str, int]:
+    found: dict[str, int] = _loaded_tokenizer(folder, origin).get_vocab()
+    return found
+
+
+def _loaded_tokenizer(folder: Path, origin: Origin) -> Any:
+    """The tokenizer as transformers loads it. Raises ReshardError if transformers cannot load it."""
+    from transformers import AutoTokenizer
+
+    if not find_companions(
+        Sources(), folder
+    ).has_tokenizer:  # transformers 5 would make a tokenizer of a single token
+        raise ReshardError(
+            "final-tokenizer-missing",
+            "there is no tokenizer",
+            file=str(folder),
+            expected="tokenizer.json, tokenizer.model or vocab.json",
+            remedy=_copy_tokenizer(origin),
+        )
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=origin.trust_remote_code
+        )
+    except Exception as error:
+        raise ReshardError(
+            "tokenizer-not-loadable",
+            "transformers does not load the tokenizer",
+            file=str(folder),
+            found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            remedy="fix what it reports, and export the checkpoint again",
+        ) from error
+
+
+def _template(folder: Path, origin: Origin) -> str:
+    ours = _loaded_tokenizer(folder, origin).chat_template
+    theirs = _loaded_tokenizer(origin.base, origin).chat_template if origin.base else None
+    if theirs and not ours:
+        raise ReshardError(
+            "chat-template-lost",
+            "the chat template is lost",
+            file=str(folder),
+            expected=f"that of {origin.base}",
+            remedy="copy chat_template.jinja into the checkpoint, and convert it again",
+        )
+    if not ours:
+        if origin.base is None:
+            raise NotChecked("there is none")
+        return "none, as in the base"
+    return "as in the base" if ours == theirs else "of its own"
+
+
+def _generation(folder: Path) -> str:
+    """Check that it loads, and that its token ids are in the vocabulary."""
+    from transformers import GenerationConfig
+
+    if not (folder / "generation_config.json").is_file():
+        raise NotChecked("there is none: transformers makes it from the config")
+    try:
+        config = GenerationConfig.from_pretrained(folder)
+    except Exception as error:
+        raise ReshardError(
+            "generation-config-not-loadable",
+            "transformers does not load the generation config",
+            file=str(folder / "generation_config.json"),
+            found=f"{type(error).__name__}: {error}",
+            remedy="fix it in the checkpoint, and convert it again",
+        ) from error
+    rows = _rows(folder)
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    tokens = (*ends, config.pad_token_id, config.bos_token_id)
+    beyond = [token for token in tokens if token is not None and rows is not None and token >= rows]
+    if beyond:
+        raise ReshardError(
+            "generation-config-tokens-unknown",
+            "the generation config names tokens that do not exist",
+            file=str(folder / "generation_config.json"),
+            expected=f"ids below {rows}",
+            found=", ".join(map(str, beyond)),
+            remedy="fix it in the checkpoint, and convert it again",
+        )
+    return "loads, its tokens are in the vocabulary"
+
+
+def _fits(folder: Path, origin: Origin) -> str:
+    """Check that every lora_A and lora_B is complete and has the shape that its linear layer needs."""
+    adapter = adapters.find(open_checkpoint(folder))
+    ranks = ", ".join(map(str, adapter.ranks))
+    layers = f"{len(adapter.pairs)} layers, rank {ranks}"
+    if origin.base is None:
+        raise NotChecked(f"{NO_BASE}; the adapter has {layers}")
+    base = open_checkpoint(origin.base).tensors
+    unknown = [module for module in adapter.pairs if f"{module}.weight" not in base]
+    problems = [
+        problem
+        for module, pair in adapter.pairs.items()
+        if f"{module}.weight" in base
+        for problem in _misshapen(module, pair, base[f"{module}.weight"].shape, folder)
+    ]
+    if problems:
+        raise ReshardError(problems)
+    if unknown:
+        raise NotChecked(
+            f"the base has no weights of these names: {listed(unknown, 3)}; the adapter has {layers}"
+        )
+    return f"{layers}, each whole"
+
+
+def _misshapen(module: str, pair: LowRankPair, shape: tuple[int, ...], folder: Path) -> Iterator[Problem]:
+    if pair.embedding:
+        shape = (shape[1], shape[0])
+    whole = {"lora_A": (pair.a.shape, (pair.rank, shape[1])), "lora_B": (pair.b.shape, (shape[0], pair.rank))}
+    for name, (found, expected) in whole.items():
+        if tuple(found) != expected:
+            yield Problem(
+                "adapter-tensor-incomplete",
+                "a tensor of the adapter is incomplete",
+                tensor=f"{module}.{name}",
+                file=str(folder),
+                expected=str(list(expected)),
+                found=str(list(found)),
+                remedy="it was saved while it was sharded: convert another checkpoint",
+            )
+
+
+def _adapter_config(folder: Path, origin: Origin) -> str:
+    base = read_object(folder / ADAPTER_CONFIG, Sources()).get("base_model_name_or_path")
+    if origin.base is None:
+        raise NotChecked(f"{NO_BASE}; the adapter names {base}")
+    if base != name_of(origin.base):
+        raise ReshardError(
+            "final-adapter-base-differs",
+            "the adapter names another base",
+            file=str(folder / ADAPTER_CONFIG),
+            expected=name_of(origin.base),
+            found=str(base),
+            remedy="convert the checkpoint again",
+        )
+    return f"its base is {base}"

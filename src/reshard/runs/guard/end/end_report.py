@@ -1,0 +1,352 @@
+"""The end of a guarded command: which rank failed first and why, the last checkpoint, and how to continue.
+
+Exit status: that of the command; 1 if the guard ended it, or if the folder of `--final` did not pass its checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.runs.guard.options import GuardOptions
+from reshard.runs.guard.supervise.signal_passing import signal_name
+from reshard.runs.guard.supervise.supervision import CommandOutcome
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from reshard.base.errors import Problem
+    from reshard.runs.guard.command.read_command import StartedProgram
+    from reshard.runs.guard.end.failure import Failure
+    from reshard.runs.guard.end.final_folder import FinishedRun
+    from reshard.runs.guard.end.resume import Resume
+    from reshard.runs.guard.end.saved_checkpoints import SavedCheckpoints
+    from reshard.runs.guard.watch.watcher import Notice
+
+PHRASES = {
+    "en": {
+        "elsewhere": "{} on node {} {}: {}",
+        "there": "the guard of that node says why",
+        "log": "all that the command printed: {}",
+        "left": "ranks that still run, and hold their GPUs and ports: kill {}",
+        "interrupted": "the command was ended by {}",
+        "last": "the last complete checkpoint: {}",
+        "older": "the last complete checkpoint is from before this start: {}",
+        "resumable": "the last one that a run can continue from: {}",
+        "not resumable": "a run cannot continue from it: it lacks {}",
+        "none": "no complete checkpoint was found in {}",
+        "incomplete": "not used: {} ({})",
+        "resume": "continue from it: {}",
+        "advice": "to continue: {}",
+        "final": "the checked folder: {}",
+        "not made": "--final: {} was not made, because the run did not end well",
+        "unchanged": "--final: {} is as it was before the run, which did not end well",
+        "unchecked": "the folder did not pass its checks, and is kept as {}",
+    },
+    "zh": {
+        "elsewhere": "{}（节点 {}）{}：{}",
+        "there": "原因见该节点上的 guard",
+        "log": "命令的全部输出：{}",
+        "left": "仍在运行、占用 GPU 和端口的 rank：kill {}",
+        "interrupted": "命令被 {} 结束",
+        "last": "最近的完整检查点：{}",
+        "older": "最近的完整检查点早于这次启动：{}",
+        "resumable": "最近一个可以续训的检查点：{}",
+        "not resumable": "不能从它续训：缺少 {}",
+        "none": "在 {} 中没有找到完整的检查点",
+        "incomplete": "未采用：{}（{}）",
+        "resume": "从它继续：{}",
+        "advice": "要继续：{}",
+        "final": "已检查的目录：{}",
+        "not made": "--final：运行没有正常结束，未生成 {}",
+        "unchanged": "--final：运行没有正常结束，{} 保持原样",
+        "unchecked": "目录没有通过检查，保留为 {}",
+    },
+}
+MAX_SENTENCE = 300
+"""Characters of an error that the guards of other nodes are told."""
+MAX_SHOWN = 3
+"""Incomplete checkpoints, and tensors of a problem, that are named."""
+
+
+@dataclass(frozen=True)
+class EndedCommand:
+    """A command that has ended. `started` says what it was, `output` where its checkpoints are, if that is known.
+
+    `model` is the base that its settings name, `trust` their trust_remote_code; `tools` are those that it uses, as the
+    doctor calls them.
+    """
+
+    started: StartedProgram
+    log: Path
+    folder: Path
+    output: Path | None = None
+    model: str = ""
+    trust: bool = False
+    ranks: int = 0
+    tools: frozenset[str] = frozenset()
+    oom_kills: int = 0
+    """Since the start."""
+    tracebacks: tuple[int, ...] = ()
+    """Where the first ones are in the log, in bytes."""
+
+
+@dataclass(frozen=True)
+class EndReport:
+    """How a command ended, and what is left of it."""
+
+    outcome: CommandOutcome
+    log: Path | None
+    where: Path
+    failure: Failure | None = None
+    saved: SavedCheckpoints | None = None
+    resume: Resume | None = None
+    final: FinishedRun | None = None
+    place: Path | None = None
+    """The folder of `--final`."""
+    requeued: str | Problem = ""
+    elsewhere: Mapping[str, Any] | None = None
+    """What the guard of another node says, if the run failed first there."""
+
+    @property
+    def status(self) -> int:
+        """The exit status of the guard."""
+        if self.outcome.stopped:
+            return 1
+        return self.outcome.status or int(self.final is not None and not self.final.whole)
+
+    def as_dict(self, language: str = "en") -> dict[str, Any]:
+        """For `--json`."""
+        found = self.saved.last if self.saved else None
+        return {
+            **self.outcome.as_dict(),
+            "status": self.status,
+            "log": str(self.log) if self.log else None,
+            "failure": self.failure.as_dict(language) if self.failure else None,
+            "checkpoint": str(found.path) if found else None,
+            "step": found.step if found else None,
+            "resumable": str(self.saved.resumable.path) if self.saved and self.saved.resumable else None,
+            "incomplete": self._incomplete(),
+            "resume": list(self.resume.words) if self.resume and self.resume.words else None,
+            "advice": self.resume.advice if self.resume else "",
+            "final": self.final.as_dict() if self.final else None,
+            "requeued": str(self.requeued),
+            "elsewhere": dict(self.elsewhere) if self.elsewhere else None,
+        }
+
+    def told(self) -> dict[str, Any]:
+        """What the guards of other nodes are told."""
+        assert self.failure
+        shown = " ".join(self.failure.shown[-1:])[:MAX_SENTENCE]
+        return {
+            "who": self.failure.who,
+            "did": self.failure.did,
+            "follows": self.failure.follows,
+            "shown": shown,
+        }
+
+    def _incomplete(self) -> dict[str, list[str]]:
+        """What later checkpoints lack."""
+        if self.saved is None:
+            return {}
+        steps = [each for each in self.saved.found if each.diverged and each.step is not None]
+        found = {str(each.path): [f"lacks {name}" for name in each.lacks] for each in steps}
+        return {**{str(path): lost for path, lost in self.saved.incomplete.items()}, **found}
+
+    def print(self, console: Console, language: str = "en") -> None:
+        """Print it; the cause and its cure come last."""
+        lines = self._lines(PHRASES[language])
+        if self.failure is None or self.elsewhere:
+            _print(lines, console)
+            return
+        from reshard.runs.guard.end.failure import print_what, print_why
+
+        print_what(self.failure, console)
+        _print(lines, console)
+        print_why(self.failure, console, language)
+
+    def _lines(self, words: dict[str, str]) -> Iterable[str]:
+        from reshard.base.foreign_text import shown
+
+        if self.elsewhere:
+            said = [self.elsewhere.get(name, "") for name in ("who", "node", "did", "shown")]
+            yield ""
+            yield shown(words["elsewhere"].format(*said))
+            yield words["there"]
+        if self.outcome.signal and not self.failure:
+            yield words["interrupted"].format(signal_name(self.outcome.signal))
+        if self.outcome.status and self.outcome.left:
+            yield words["left"].format(" ".join(map(str, self.outcome.left)))
+        if self.outcome.status and self.log:
+            yield words["log"].format(shown(str(self.log)))
+        if self.saved is not None:
+            yield from map(shown, self._of_checkpoints(words))
+        if self.final:
+            yield from map(shown, self._of_final(words))
+        elif self.place:
+            yield shown(words["unchanged" if self.place.exists() else "not made"].format(self.place))
+        yield from str(self.requeued).splitlines()
+
+    def _of_checkpoints(self, words: dict[str, str]) -> Iterable[str]:
+        import shlex
+
+        for path, lost in list(self._incomplete().items())[:MAX_SHOWN]:
+            yield words["incomplete"].format(path, "; ".join(lost[:MAX_SHOWN]))
+        found = self.saved.last if self.saved else None
+        if found is None:
+            yield words["none"].format(self.where)
+            return
+        yield words["last" if found.when >= self.outcome.began else "older"].format(found.path)
+        if found.lacks:
+            yield words["not resumable"].format(", ".join(found.lacks))
+            if self.saved and self.saved.resumable:
+                yield words["resumable"].format(self.saved.resumable.path)
+        if self.resume:
+            told = shlex.join(self.resume.words) if self.resume.words else self.resume.advice
+            yield words["resume" if self.resume.words else "advice"].format(told)
+
+    def _of_final(self, words: dict[str, str]) -> Iterable[str]:
+        assert self.final
+        for check in self.final.checks:
+            yield f"{check.mark} {check.name}: {check.found}"
+            for _, alike in groupby(check.problems, lambda problem: problem.code):
+                yield from _together(list(alike))
+        if self.final.final.is_dir():
+            yield words["final" if self.final.whole else "unchecked"].format(self.final.final)
+
+
+def _print(lines: Iterable[str], console: Console) -> None:
+    for line in lines:
+        console.print(line, markup=False)
+
+
+def _together(problems: list[Problem]) -> list[str]:
+    """Problems of one kind, without their message: the first, with the tensors of all."""
+    from reshard.base.errors import listed
+
+    names = listed([each.tensor for each in problems if each.tensor], MAX_SHOWN)
+    return str(replace(problems[0], tensor=names or None)).splitlines()[1:]
+
+
+@dataclass
+class _End:
+    """What is found out about a command that has ended, in turn."""
+
+    ran: EndedCommand
+    outcome: CommandOutcome
+    options: GuardOptions
+    note: Callable[[str], None]
+    where: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.where = self.ran.output or self.ran.folder
+
+    def report(self) -> EndReport:
+        """All of it. A good run without `--final` costs nothing."""
+        if not self.outcome.status and not self.outcome.stopped and not self.options.final:
+            return EndReport(self.outcome, self.ran.log, self.where)
+        saved = self._saved()
+        failure = self._failure()
+        resume = self._resume(saved) if self.outcome.status or self.outcome.stopped else None
+        return EndReport(
+            self.outcome,
+            self.ran.log,
+            self.where,
+            failure,
+            saved if self.outcome.stopped or self.outcome.status else None,
+            resume,
+            self._final(saved),
+            self.options.final,
+            self._requeued(failure, saved, resume),
+        )
+
+    def _saved(self) -> SavedCheckpoints:
+        """What the run has saved: below the working folder only what has changed since the start."""
+        from reshard.runs.guard.end.saved_checkpoints import saved_in
+
+        return saved_in(self.where, 0.0 if self.ran.output else self.outcome.began)
+
+    def _failure(self) -> Failure | None:
+        stopped = self.outcome.stopped
+        if stopped is None and (self.outcome.signal or not self.outcome.status):
+            return None
+        from reshard.runs.guard.end.failure import Failure, RunEvidence, read_failure  # takes 1 s
+
+        if stopped:
+            return Failure.of_notice(self._with_cause(stopped))
+        ran, notices = self.ran, tuple(self.outcome.notices)
+        scripts = (ran.started.script,) if ran.started.script else ()
+        how = (ran.ranks, ran.oom_kills, self.outcome.status, notices, ran.tracebacks)
+        return read_failure(ran.log, RunEvidence(ran.tools, scripts, ran.output, *how))
+
+    def _with_cause(self, stopped: Notice) -> Notice:
+        """Why the guard ended the run. A NaN loss can come from the weights that the run started with."""
+        if stopped.problem.code != "loss-not-finite":
+            return stopped
+        from reshard.runs.guard.end.final_folder import local_model
+        from reshard.runs.guard.end.finite_weights import damaged_base
+
+        named = str(self.options.base or self.ran.model)
+        base = local_model(self.ran.folder, named) if named else None
+        damaged = damaged_base(base) if base else None
+        if damaged is None:
+            return stopped
+        return replace(stopped, problem=damaged, lines=(str(stopped.problem.found), *stopped.lines))
+
+    def _resume(self, saved: SavedCheckpoints) -> Resume | None:
+        from reshard.runs.guard.end.resume import resume_of
+
+        return resume_of(self.ran.started, saved.resumable) if saved.resumable else None
+
+    def _final(self, saved: SavedCheckpoints) -> FinishedRun | None:
+        """The folder of `--final`, of a run that was not broken off."""
+        if not self.options.final or self.outcome.status or self.outcome.stopped:
+            return None
+        from reshard.runs.guard.end.final_folder import FinalRequest, final_of, missing
+
+        if saved.weights is None:
+            return missing(self.options.final, self.where)
+        self.note(f"converting {saved.weights.path} to {self.options.final}, and checking it")
+        origin = FinalRequest(
+            self.options.merge, self.options.base, self.ran.model, self.ran.trust, self.ran.folder
+        )
+        return final_of(saved.weights, self.options.final, origin)
+
+    def _requeued(
+        self, failure: Failure | None, saved: SavedCheckpoints, resume: Resume | None
+    ) -> str | Problem:
+        """A job is not requeued if it would begin again, although there is a checkpoint."""
+        from reshard.runs.guard.end.requeue import is_cured, requeue
+
+        known = self.ran.output is not None and resume is not None and resume.words is not None
+        goes_on = saved.resumable is None or known
+        ended = self.outcome.status or self.outcome.stopped
+        if not (self.options.requeue and ended and goes_on and is_cured(self.outcome.signal, failure)):
+            return ""
+        return requeue(self.options.requeue)
+
+
+def ended(
+    ran: EndedCommand,
+    outcome: CommandOutcome,
+    options: GuardOptions,
+    note: Callable[[str], None] = lambda text: None,
+) -> EndReport:
+    """What a command left behind, and what to do. `note` prints what takes long."""
+    return _End(ran, outcome, options, note).report()
+
+
+def continuing(ran: EndedCommand, options: GuardOptions) -> tuple[str, ...] | None:
+    """In a job that Slurm has requeued for `--requeue`: the command that continues, if there is a checkpoint."""
+    from reshard.runs.guard.end.requeue import restarts
+
+    if not (options.requeue and restarts() and ran.output):
+        return None
+    from reshard.runs.guard.end.resume import resume_of
+    from reshard.runs.guard.end.saved_checkpoints import saved_in
+
+    found = saved_in(ran.output).resumable
+    return resume_of(ran.started, found).words if found else None

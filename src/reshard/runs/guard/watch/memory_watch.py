@@ -1,0 +1,190 @@
+"""Warnings before memory runs out: of the control group or machine that a run is in, and of its GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard.base.errors import Problem, size
+from reshard.runs.guard.watch.process_tree import Process, Processes
+from reshard.runs.guard.watch.watcher import Notice, Watcher
+
+_NEARLY = 0.05
+"""Share of free memory below which to warn, and again at each half of it."""
+_GPU_NEARLY = 0.97
+"""Share of used GPU memory from which to warn."""
+_EVERY = 5.0
+"""Seconds between two looks at memory."""
+_GPU_EVERY = 30.0
+_SHOWN = 3
+"""Processes that a warning names."""
+_SMI = ("--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits")
+
+
+class FreeMemory(NamedTuple):
+    """Memory that a process can use, in bytes, and what limits it."""
+
+    limit: str
+    total: int
+    free: int
+
+
+def free_memory(pid: int, root: Path = Path("/")) -> Iterator[FreeMemory]:
+    """All limits on the memory of a process. Files that the kernel caches count as free, as it drops them first."""
+    with suppress(OSError, ValueError, KeyError):
+        machine = _fields(root / "proc/meminfo")
+        yield FreeMemory("the machine's memory", machine["MemTotal"] << 10, machine["MemAvailable"] << 10)
+    with suppress(OSError):
+        for entry in (root / f"proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = entry.split(":", 2)
+            if controllers in ("", "memory"):
+                yield from _group_rooms(root / "sys/fs/cgroup" / controllers, path, unified=not controllers)
+
+
+def _group_rooms(mount: Path, path: str, *, unified: bool) -> Iterator[FreeMemory]:
+    """The limits of a control group and of those around it, as far as they are mounted here."""
+    group = mount / path.strip("/")
+    limit, usage = (
+        ("memory.max", "memory.current")
+        if unified
+        else (
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+        )
+    )
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(mount):
+            return
+        with suppress(OSError, ValueError, KeyError):  # no limit: "max", or no file
+            total, used = (int((folder / name).read_text()) for name in (limit, usage))
+            stat = _fields(folder / "memory.stat")
+            prefix = "" if unified else "total_"
+            cached = sum(stat[prefix + name] for name in ("active_file", "inactive_file"))
+            yield FreeMemory("the container's memory limit", total, total - used + cached)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    rows = (line.replace(":", " ").split() for line in path.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1}
+
+
+def oom_kills(system: Path = Path("/")) -> int:
+    """Processes of this control group that any out-of-memory killer has ended so far.
+
+    `oom_kill` of memory.events (cgroup v2), of memory.oom_control (v1), or else of the whole machine (/proc/vmstat).
+    """
+    groups = ""
+    with suppress(OSError):
+        groups = (system / "proc/self/cgroup").read_text()
+    files = [
+        system / "sys/fs/cgroup" / (f"memory/{path}/memory.oom_control" if kind else f"{path}/memory.events")
+        for kind, path in re.findall(r"^\d+:(|(?:\S+,)?memory(?:,\S+)?):/(.*)$", groups, re.MULTILINE)
+    ]
+    for file in (*files, system / "proc/vmstat"):
+        with suppress(OSError):
+            if found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
+                return int(found[1])
+    return 0
+
+
+@dataclass
+class MemoryWatcher(Watcher):
+    """A Watcher of free memory."""
+
+    root: Path = Path("/")
+    gpus: bool = True
+    _looked: float = 0.0
+    _gpu_looked: float = 0.0
+    _worst: float = 1.0
+    """The share of free memory of the last warning."""
+    _before: tuple[float, int] = (0.0, 0)
+    """When memory was last looked at, and what was free."""
+    _smi: subprocess.Popen[str] | None = None
+    _full: set[str] = field(default_factory=set)
+
+    def tick(self, now: float, processes: Processes) -> Iterator[Notice]:
+        """Look at the memory of the largest process, where the others usually are, too."""
+        if processes and now - self._looked >= _EVERY:
+            self._looked = now
+            largest = sorted(processes.values(), key=lambda each: -each.memory)
+            tightest = min(
+                free_memory(largest[0].pid, self.root), key=lambda room: room.free / room.total, default=None
+            )
+            yield from self._check(now, tightest, largest) if tightest else ()
+        if self.gpus:
+            yield from self._check_gpus(now)
+
+    def _check(self, now: float, room: FreeMemory, largest: list[Process]) -> Iterator[Notice]:
+        (before, free), self._before = self._before, (now, room.free)
+        share = room.free / room.total
+        if share > min(_NEARLY, self._worst / 2):
+            return
+        self._worst = share
+        rate = (free - room.free) / (now - before)
+        soon = f", full in {room.free / rate:.0f} s at this rate" if rate > 0 else ""
+        yield Notice(
+            Problem(
+                "memory-nearly-full",
+                "memory is nearly full: the kernel will kill a process",
+                found=f"{size(room.free)} of {size(room.total)} left ({room.limit}){soon}",
+                remedy="use fewer data loader workers, offload less to the CPU, or raise the limit",
+                severity="warning",
+            ),
+            lines=tuple(map(_named, largest[:_SHOWN])),
+        )
+
+    def _check_gpus(self, now: float) -> Iterator[Notice]:
+        """Ask nvidia-smi in the background: with many GPUs it takes seconds."""
+        if self._smi is not None and self._smi.poll() is not None:
+            shown = self._smi.communicate()[0]
+            self._smi = None
+            yield from self._full_gpus(shown)
+        if (
+            self._smi is None
+            and now - self._gpu_looked >= _GPU_EVERY
+            and (command := shutil.which("nvidia-smi"))
+        ):
+            self._gpu_looked = now
+            with suppress(OSError):
+                self._smi = subprocess.Popen(
+                    [command, *_SMI],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                )
+
+    def _full_gpus(self, shown: str) -> Iterator[Notice]:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        full = []
+        for row in shown.splitlines():
+            index, used, total = (
+                [part.strip() for part in row.split(",")] if row.count(",") == 2 else ("", "", "")
+            )
+            is_full = used.isdecimal() and total.isdecimal() and int(used) >= _GPU_NEARLY * int(total)
+            if is_full and index not in self._full and (index in visible or not visible[0].isdecimal()):
+                full.append(f"GPU {index}: {size(int(used) << 20)} of {size(int(total) << 20)}")
+                self._full.add(index)
+        if full:
+            yield Notice(
+                Problem(
+                    "gpu-memory-nearly-full",
+                    "GPU memory is nearly full",
+                    found="; ".join(full),
+                    rule="PyTorch keeps freed memory for itself, so a full GPU is no error before a longer batch",
+                    remedy="if the run ends out of memory, use a smaller batch or shorter sequences",
+                    severity="warning",
+                )
+            )
+
+
+def _named(process: Process) -> str:
+    name = f"process {process.pid}" if process.rank is None else f"rank {process.rank}, process {process.pid}"
+    return f"{size(process.memory)}: {name}: {process.command[:100]}"
