@@ -170,14 +170,14 @@ OF_THE_CORE = """
     oracle.transformers planning records.checkpoint_files records.reshard_json reshard stores
     stores.checkpoint_names stores.hub transfer.elements transfer.gather transfer.source_files
     transfer.thread_files
-""".split()
+"""
 """The modules of the core that `runs` may import, besides those of `base`."""
 
 
 def test_runs_imports_these_modules_of_the_core() -> None:
     modules = {module for path in (SOURCE / "runs").rglob("*.py") for module in imported(path)}
     of_the_core = {module for module in modules if part_of(module) not in ("base", "runs")}
-    assert sorted(module.removeprefix("reshard.") for module in of_the_core) == sorted(OF_THE_CORE)
+    assert sorted(module.removeprefix("reshard.") for module in of_the_core) == sorted(OF_THE_CORE.split())
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
