@@ -168,6 +168,18 @@ def test_a_signal_is_no_failure(folder: Path, killed: CommandOutcome) -> None:
     assert report.as_dict()["checkpoint"] == str(folder / "out/checkpoint-2")
 
 
+@pytest.mark.parametrize(("status", "expected"), [(1, 138), (0, 0)])
+def test_the_callback_says_which_signal_stopped_the_ranks(status: int, expected: int, tmp_path: Path) -> None:
+    """torchrun ends with status 1, whichever signal it or its ranks receive."""
+    log = (
+        "stopped by SIGUSR1 after step 3, which is saved\ntorch...errors.ChildFailedError:\ntrain.py FAILED\n"
+    )
+    (tmp_path / "output.log").write_text(log)
+    report = ended(ran(tmp_path, output=None), CommandOutcome(status), GuardOptions())
+    assert (report.status, report.failure) == (expected, None)
+    assert ("ended by SIGUSR1" in printed(report)) == bool(status)
+
+
 def test_an_unknown_folder_is_looked_for_below_the_working_folder(
     folder: Path, killed: CommandOutcome
 ) -> None:

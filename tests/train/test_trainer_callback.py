@@ -101,10 +101,16 @@ def test_weights_are_checked_at_the_end_of_an_epoch_too(tmp_path: Path) -> None:
         train(tmp_path, AtStep(8, spoil), max_steps=-1, save_strategy="epoch", logging_steps=100)
 
 
-def test_a_plan_that_accelerate_left_out_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ReshardError, match="the model is not sharded"):
-        train(tmp_path)
+@pytest.mark.parametrize("plan", ["FSDP", "DEEPSPEED"])
+def test_a_plan_that_accelerate_left_out_is_said(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Requested(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            monkeypatch.setenv(f"ACCELERATE_USE_{plan}", "true")
+
+    with pytest.raises(ReshardError, match=f"not sharded, though accelerate's config requests {plan}"):
+        train(tmp_path, Requested())
 
 
 def test_as_many_nan_losses_as_allowed_end_the_run(tmp_path: Path) -> None:

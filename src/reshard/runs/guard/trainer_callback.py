@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from reshard.base.errors import ReshardError
 from reshard.runs.guard.in_script import check
 from reshard.runs.guard.options import GuardOptions
+from reshard.runs.guard.supervise.signal_passing import STOPPED
 from reshard.runs.guard.watch.loss_lines import NanRule, not_finite, read_record
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -39,7 +40,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Check the model and the optimizer, and listen for signals from now on."""
         check(given["model"], given.get("optimizer"))
-        _assert_sharded(given["model"])
+        _assert_sharded(given["model"], args)
         args.logging_nan_inf_filter = False  # it would log a NaN loss as the average of earlier steps
         self._stopped_by = 0
         self._signals = ReceivedSignals()
@@ -71,9 +72,8 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
         """Exit with 128 + N if signal N stopped the run, so that nobody takes it for finished."""
         self._stop_listening()
         if self._stopped_by:
-            if state.is_world_process_zero:
-                name = signal.Signals(self._stopped_by).name
-                print(f"stopped by {name} after step {state.global_step}, which is saved", flush=True)
+            if state.is_local_process_zero:
+                print(STOPPED.format(signal.Signals(self._stopped_by).name, state.global_step), flush=True)
             raise SystemExit(128 + self._stopped_by)
 
     def _stop_listening(self) -> None:
@@ -121,20 +121,23 @@ class ReceivedSignals:
             signal.signal(number, handler)
 
 
-def _assert_sharded(model: Any) -> None:
-    """Raise ReshardError if accelerate was told to shard the model by FSDP, and did not."""
+def _assert_sharded(model: Any, args: Any) -> None:
+    """Raise ReshardError if accelerate was told to shard the model by FSDP or DeepSpeed, and did not."""
+    from accelerate.utils import DistributedType
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    requested = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
-    if requested and not any(
-        isinstance(each, FSDPModule | FullyShardedDataParallel) for each in model.modules()
-    ):
-        raise ReshardError(
-            "guard-model-not-sharded",
-            "the model is not sharded, though accelerate's config requests FSDP",
-            rule="accelerate shards on GPUs only; elsewhere each rank silently keeps the complete model",
-            remedy="start the run on GPUs, or take FSDP out of accelerate's config",
-        )
+    sharded = {
+        "FSDP": any(isinstance(each, FSDPModule | FullyShardedDataParallel) for each in model.modules()),
+        "DEEPSPEED": args.distributed_state.distributed_type is DistributedType.DEEPSPEED,
+    }
+    for plan, is_sharded in sharded.items():
+        if os.environ.get(f"ACCELERATE_USE_{plan}", "").lower() in ("true", "1") and not is_sharded:
+            raise ReshardError(
+                "guard-model-not-sharded",
+                f"the model is not sharded, though accelerate's config requests {plan}",
+                rule="accelerate shards on GPUs only; elsewhere each rank silently keeps the complete model",
+                remedy=f"start the run on GPUs, or take {plan} out of accelerate's config",
+            )
 
 
 def highest(value: int) -> int:

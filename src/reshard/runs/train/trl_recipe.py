@@ -20,6 +20,11 @@ from reshard.runs.train.run_data import checked_data
 from reshard.runs.train.trl_script import TrlScript, accelerate_config
 
 SCRIPT, ACCELERATE = "train.py", "accelerate.yaml"
+FOR_TORCHRUN = {
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
+}
+"""What torchrun, also inside of accelerate, does with signals: by default SIGUSR1 ends it alone, and ranks get 30 s."""
 
 
 def trl_recipe(name: str, options: TrainOptions, rest: list[str]) -> Recipe:
@@ -60,7 +65,8 @@ def _written(
     if ACCELERATE in words:
         config = accelerate_config(options.parallel, method, nproc, options.nnodes, cpu=cpu)
         files[ACCELERATE] = yaml.safe_dump(config, sort_keys=False)
-    return Recipe(tuple(words), files, merge=options.lora and options.merge)
+    environment = FOR_TORCHRUN if nproc * options.nnodes > 1 else {}
+    return Recipe(tuple(words), files, environment, merge=options.lora and options.merge)
 
 
 def _lora_options(method: TrainingMethod, rest: Sequence[str]) -> tuple[str, ...]:

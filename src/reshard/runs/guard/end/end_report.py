@@ -1,18 +1,22 @@
 """The end of a guarded command: which rank failed first and why, the last checkpoint, and how to continue.
 
-Exit status: that of the command; 1 if the guard ended it, or if the folder of `--final` did not pass its checks.
+Exit status: that of the command; 128 + N if the callback says that signal N stopped the run, though launchers make 1
+of it; 1 if the guard ended it, or if the folder of `--final` did not pass its checks.
 """
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.runs.guard.options import GuardOptions
-from reshard.runs.guard.supervise.signal_passing import signal_name
+from reshard.runs.guard.supervise.signal_passing import STOPPED, signal_name
 from reshard.runs.guard.supervise.supervision import CommandOutcome
 
 if TYPE_CHECKING:
@@ -336,7 +340,20 @@ def ended(
     note: Callable[[str], None] = lambda text: None,
 ) -> EndReport:
     """What a command left behind, and what to do. `note` prints what takes long."""
+    number = _stopped_by(ran.log) if outcome.status and not outcome.stopped else 0
+    if number:
+        outcome = replace(outcome, status=128 + number, signal=number)
     return _End(ran, outcome, options, note).report()
+
+
+def _stopped_by(log: Path) -> int:
+    """The signal after which the callback saved a checkpoint and stopped the run; 0 if it does not say so."""
+    from reshard.runs.guard.end.log_parts import read_parts
+
+    with suppress(OSError):  # the command may have cleaned the working folder
+        said = re.findall(STOPPED.format(r"\b(SIG[A-Z0-9]+)", r"\d+"), read_parts(log))
+        return signal.Signals[said[-1]].value if said else 0
+    return 0
 
 
 def continuing(ran: EndedCommand, options: GuardOptions) -> tuple[str, ...] | None:

@@ -31,6 +31,8 @@ _OWN_SIGNALS = {
         *("SEGV", "BUS", "FPE", "ILL", "TRAP", "SYS", "PIPE", "XFSZ"),  # which it causes itself
     )
 }
+STOPPED = "stopped by {} after step {}, which is saved"
+"""The line of `reshard.guard.callback` on each node when a signal has ended a run; launchers report exit status 1."""
 PASSED_SIGNALS = tuple(sorted(signal.valid_signals() - _OWN_SIGNALS))
 """All that somebody else may send to a command."""
 SENTINEL_SECONDS = 0.2
