@@ -15,6 +15,7 @@ import yaml
 
 import reshard
 from reshard.base.errors import ReshardError
+from reshard.runs.guard.data.records import as_trl_reads
 from reshard.runs.train.methods import TRAINING_METHODS
 from tests.train.conftest import chats, write_lines
 
@@ -25,6 +26,7 @@ PNG = bytes.fromhex(
 )
 """A picture of one pixel."""
 CPU = {"use_cpu": True, "bf16": False}
+TURN = {"role": "user", "content": "1"}
 
 
 @pytest.fixture
@@ -69,7 +71,8 @@ def test_a_script_is_short_and_its_options_are_trls(
     assert text.count("\n") <= 60
     tree = ast.parse(text)
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert modules <= {"datasets", "trl", "transformers", "rewards", "reshard.runs.train.assistant_labels"}
+    ours = {"reshard.runs.train.assistant_labels", "reshard.runs.guard.data.records"}
+    assert modules <= {"datasets", "trl", "transformers", "rewards", *ours}
     name = TRAINING_METHODS[method].name
     words = command_of(folder)
     assert words[:2] == ["python", "train.py"]
@@ -118,15 +121,52 @@ def test_a_template_with_marks_needs_no_labels_of_ours(
     assert "--assistant_only_loss" in command_of(folder)
 
 
-def test_alpaca_becomes_chats(write: Callable[..., Path], tmp_path: Path) -> None:
-    row: dict[str, object] = {"instruction": "Add", "input": "1 2", "output": "3"}
-    text = (write(data=write_lines(tmp_path / "a.jsonl", [row])) / "train.py").read_text()
-    names: dict[str, Any] = {}
-    begin = text.index("def as_chat")
-    exec(text[begin : text.index("\n\n\n", begin)], names)
-    assert names["as_chat"](row) == {
-        "messages": [{"role": "user", "content": "Add\n1 2"}, {"role": "assistant", "content": "3"}]
-    }
+ANSWERS = {"chosen": "3", "rejected": "4"}
+
+
+@pytest.mark.parametrize(
+    ("method", "row", "expected"),
+    [
+        (
+            "sft",
+            {"instruction": "Add", "input": "1 2", "output": "3", "history": [["Hi", "Hello"]]},
+            {"messages": ["user: Hi", "assistant: Hello", "user: Add\n1 2", "assistant: 3"]},
+        ),
+        (
+            "sft",
+            {"conversations": [{"from": "human", "value": "1 2"}, {"from": "gpt", "value": "3"}]},
+            {"messages": ["user: 1 2", "assistant: 3"]},
+        ),
+        (
+            "dpo",
+            {"instruction": "Add", "input": "1 2", **ANSWERS},
+            {"prompt": ["user: Add\n1 2"], "chosen": ["assistant: 3"], "rejected": ["assistant: 4"]},
+        ),
+        (
+            "dpo",
+            {"prompt": "1", **{name: [TURN, {**TURN, "content": "3"}] for name in ANSWERS}},
+            {name: ["user: 1", "user: 3"] for name in ANSWERS},
+        ),
+    ],
+    ids=["Alpaca with a history", "ShareGPT", "Alpaca's pairs", "answers that repeat the prompt"],
+)
+def test_records_that_trl_reads_otherwise_are_rewritten(
+    method: str, row: Any, expected: Any, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In the script, with what the same columns are in the check before the start."""
+    import datasets
+
+    text = (write(method, data=write_lines(tmp_path / "a.jsonl", [row, row])) / "train.py").read_text()
+    begin, end = (
+        text.index("train_data ="),
+        text.index("tokenizer =") if method == "sft" else text.index("trainer ="),
+    )
+    names = {"load_dataset": datasets.load_dataset, "as_trl_reads": as_trl_reads}
+    exec(text[begin:end], names)
+    found = names["train_data"][0]
+    assert {
+        key: [f"{turn['role']}: {turn['content']}" for turn in turns] for key, turns in found.items()
+    } == expected
 
 
 def test_images_are_opened_by_datasets_and_their_labels_are_trls(

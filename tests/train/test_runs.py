@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 import reshard
 from reshard.runs.train.methods import TRAINING_METHODS
@@ -45,9 +46,24 @@ more = {{"teacher_model": teacher[0]}} if teacher else {{}}
 data = load_dataset("json", data_files=data, split="train")
 {name}Trainer(model=model, args=args, train_dataset=data, **more).train()
 """
+QLORA = """
+import sys
+from datasets import load_dataset
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+from trl import DPOConfig, DPOTrainer
+model, data, output = sys.argv[1:]
+DPOTrainer(
+    model=model,
+    args=DPOConfig(output, **{options}),
+    train_dataset=load_dataset("json", data_files=data, split="train"),
+    peft_config=LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear", task_type="CAUSAL_LM"),
+    quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+).train()
+"""
 WRAPPERS = {
     "ddp": "DistributedDataParallel",
-    "fsdp2": "FSDPQwen3ForCausalLM",
+    "fsdp2": "{}",
     "zero2": "DeepSpeedEngine",
     "zero3": "DeepSpeedEngine",
 }
@@ -95,52 +111,82 @@ def test_two_ranks_train_as_plain_trl_does(
     assert weights(output / "checkpoint-4") != weights(output / "checkpoint-2")
 
 
-def test_each_plan_trains_as_one_process_does(
-    tiny: Callable[..., Path], data: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize("lora", [False, True])
+def test_each_plan_trains_as_one_process_does_and_goes_on_to_the_same_bits(
+    lora: bool, tiny: Callable[..., Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """On CPU ranks: accelerate leaves FSDP out there unless it is made to shard, and DeepSpeed asks for its backend."""
     output = tmp_path / "one"
-    usual = {"model": tiny(), "data": data["sft"], "write_only": True}
-    whole_batch = {**STEPS, **CPU, "per_device_train_batch_size": 8}
+    usual = {"model": tiny(), "data": data["sft"], "write_only": True, "lora": lora}
+    options = {**STEPS, **({"lora_dropout": 0, "learning_rate": 1e-2} if lora else {}), "bf16": False}
+    whole_batch = {**options, **CPU, "per_device_train_batch_size": 8}
     reshard.train("sft", output=output, nproc=1, options=whole_batch, **usual)
     run(["bash", str(output / "run.sh")])
-    expected = losses(output)
     for plan, wrapper in WRAPPERS.items():
-        found, final = trained_by(plan, tmp_path / plan, usual)
-        assert found == wrapper
-        assert losses(tmp_path / plan) == pytest.approx(expected, rel=1e-4), plan
-        for name, weight in load_file(output / "final/model.safetensors").items():
-            torch.testing.assert_close(
-                load_file(final / "model.safetensors")[name], weight, rtol=0, atol=1e-4
-            )
-
-
-def trained_by(plan: str, output: Path, usual: dict[str, Any]) -> tuple[str, Path]:
-    """Run a recipe on two CPU ranks. Returns the class of the wrapped model, and the final folder."""
-    zero = plan.startswith("zero")
-    options = {**STEPS, "bf16": False, **({"ddp_backend": "gloo"} if zero else {})}
-    options |= CPU if plan == "ddp" else {}
-    reshard.train("sft", output=output, nproc=2, parallel=plan, options=options, **usual)
-    script = output / "train.py"
-    text = script.read_text() + "print('wrapped', type(trainer.model_wrapped).__name__, flush=True)\n"
-    if plan == "fsdp2":  # the threads of gloo's second group may abort an interpreter that ends
-        text = (
-            text.replace("import reshard.guard", "import fsdp_on_cpu, reshard.guard")
-            + "import os; os._exit(0)\n"
+        folder = tmp_path / plan
+        variables = write_for_cpus(plan, folder, usual, options)
+        printed = run(["bash", str(folder / "run.sh")], **variables)
+        assert re.findall(r"wrapped (\w+)", printed)[0].removeprefix("FSDP") == wrapper.format(
+            "PeftModelForCausalLM" if lora else "Qwen3ForCausalLM"
         )
-    script.write_text(text)
-    variables = {"PYTHONPATH": os.pathsep.join([str(ON_CPU), os.environ.get("PYTHONPATH", "")])}
+        assert losses(folder) == pytest.approx(losses(output), rel=1e-4), plan
+        expected, trained = weights(output / "final"), weights(folder / "final")
+        for name, weight in load(expected).items():
+            torch.testing.assert_close(load(trained)[name], weight, rtol=0, atol=1e-4)
+        shutil.rmtree(folder / "checkpoint-4")
+        more = reshard.train("sft", output=folder, resume=True, write_only=True)
+        assert more.command[3] == str(folder / "checkpoint-2")
+        run(list(more.command), **variables)
+        assert weights(folder / "final") == trained, plan
+        reshard.convert(folder / "checkpoint-4", folder / "again", merge=lora)  # it has config and tokenizer
+        assert load(weights(folder / "again")).keys() == load(expected).keys()
+
+
+def write_for_cpus(plan: str, output: Path, usual: dict[str, Any], options: dict[str, Any]) -> dict[str, str]:
+    """Write a recipe for two CPU ranks. Returns the variables that it needs; it prints the class of the wrapper."""
+    zero = plan.startswith("zero")
+    options = {**options, **({"ddp_backend": "gloo"} if zero else {}), **(CPU if plan == "ddp" else {})}
+    reshard.train("sft", output=output, nproc=2, parallel=plan, options=options, **usual)
+    script, start = output / "train.py", output / "run.sh"
+    script.write_text(
+        script.read_text() + "print('wrapped', type(trainer.model_wrapped).__name__, flush=True)\n"
+    )
     if zero:
         place = Path(python("deepspeed")).parent
-        start = output / "run.sh"
-        start.write_text(
-            re.sub(r"\nPATH=\S+:", f"\nPATH={place}:{Path(sys.executable).parent}:", start.read_text())
-        )
-        variables |= {"DS_ACCELERATOR": "cpu"}
-    elif plan == "fsdp2":
-        variables |= {"ACCELERATE_USE_CPU": "true"}
-    printed = run(["bash", str(output / "run.sh")], **variables)
-    return re.findall(r"wrapped (\w+)", printed)[0], output / "final"
+        start.write_text(re.sub(r"\nPATH=", f"\\g<0>{place}:", start.read_text()))
+        return {"DS_ACCELERATOR": "cpu"}
+    if plan == "fsdp2":  # the threads of gloo's second group may abort an interpreter that ends
+        text = script.read_text().replace("import reshard.guard", "import fsdp_on_cpu, reshard.guard")
+        script.write_text(text + "import os; os._exit(0)\n")
+        path = os.pathsep.join([str(ON_CPU), os.environ.get("PYTHONPATH", "")])
+        return {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": path}
+    return {}
+
+
+def test_qlora_is_plain_trl_and_is_merged_into_the_stored_base(
+    tiny: Callable[..., Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    options = {**STEPS, **CPU, "learning_rate": 1e-2}
+    script = tmp_path / "plain.py"
+    script.write_text(QLORA.format(options=options))
+    interpreter = python("bitsandbytes")
+    run([interpreter, str(script), str(tiny()), str(data["dpo"]), str(tmp_path / "plain")])
+    output = tmp_path / "out"
+    own = {**options, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    reshard.train(
+        "dpo", model=tiny(), data=data["dpo"], output=output, nproc=1, lora=True, options=own, write_only=True
+    )
+    start = (output / "run.sh").read_text()
+    (output / "run.sh").write_text(start.replace("\nPATH=", f"\nPATH={Path(interpreter).parent}:"))
+    run(["bash", str(output / "run.sh")])
+    assert losses(output) == losses(tmp_path / "plain")
+    base = AutoModelForCausalLM.from_pretrained(tiny())
+    merged = PeftModel.from_pretrained(base, str(output / "checkpoint-4")).merge_and_unload().state_dict()
+    for name, weight in load(weights(output / "final")).items():
+        assert torch.equal(weight, merged[name]), name
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1])

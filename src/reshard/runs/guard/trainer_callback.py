@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -67,6 +68,17 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
         if self._nan_rule.ends(bad):
             self._stop_listening()
             raise ReshardError(not_finite(bad, reading.loss, reading.norm))
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Write config and tokenizer into a checkpoint of shards, for which the Trainer saves tensors alone."""
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        adapters = getattr(given["model"], "peft_config", {})
+        names = ("adapter_config.json", "config.json")
+        if not state.is_world_process_zero or any((folder / name).exists() for name in names):
+            return
+        for each in (*(adapters.values() or [given["model"].config]), given.get("processing_class")):
+            if hasattr(each, "save_pretrained"):
+                each.save_pretrained(folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Exit with 128 + N if signal N stopped the run, so that nobody takes it for finished."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.runs.guard.data.data_files import DATA_SUFFIXES, IMAGES, check_records, files_of
+from reshard.runs.guard.data.data_files import DATA_SUFFIXES, IMAGES, REWRITTEN, check_records, files_of
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """The name of a model or dataset on the Hub."""
@@ -36,6 +36,8 @@ class RecipeData:
     shape: str = ""
     images: bool = False
     """Whether records have images, as paths in the column `images`."""
+    rewritten: bool = False
+    """Whether TRL reads records only as `standard` writes them, for example those of Alpaca."""
 
     def loading(self, split: str) -> str:
         """The expression that loads them."""
@@ -60,8 +62,8 @@ def checked_data(given: Any, method: str) -> RecipeData:
             found=", ".join(files[:4]),
             remedy="pass files of one format",
         )
-    has_images = bool(shapes.pop(IMAGES, 0))
-    return RecipeData(tuple(files), formats.pop(), shapes.most_common(1)[0][0], has_images)
+    images, rewritten = (bool(shapes.pop(name, 0)) for name in (IMAGES, REWRITTEN))
+    return RecipeData(tuple(files), formats.pop(), shapes.most_common(1)[0][0], images, rewritten)
 
 
 def _is_on_hub(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class TrlScript:
             yield ""
         yield "import reshard.guard"
         yield f"from datasets import {'Image, List, ' if self.data.images else ''}load_dataset"
+        if self._rewrites:
+            yield "from reshard.runs.guard.data.records import as_trl_reads"
         if self.masks:
             yield "from reshard.runs.train.assistant_labels import assistant_labels"
             yield "from transformers import AutoTokenizer"
@@ -66,16 +68,24 @@ class TrlScript:
         yield f"train_data = {self.data.loading('train')}"
         if self.eval_data:
             yield f"eval_data = {self.eval_data.loading('test')}"
-        names = ["train_data", *(["eval_data"] if self.eval_data else [])]
-        yield from _as_chats(self.data.shape, names)
-        for each in names if self.data.images else ():
-            yield f'{each} = {each}.cast_column("images", List(Image()))'
+        sets = {"train_data": self.data, **({"eval_data": self.eval_data} if self.eval_data else {})}
+        if self._rewrites:
+            yield f'method = {{"method": {quoted(self.method.name.lower())}}}'
+            for name in sets:  # to the columns and roles that TRL knows
+                yield f"{name} = {name}.map(as_trl_reads, fn_kwargs=method, remove_columns={name}.column_names)"
+        for name in sets if self.data.images else ():
+            yield f'{name} = {name}.cast_column("images", List(Image()))'
         if self.masks:
             yield "tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)"
             yield "labels = assistant_labels(tokenizer)  # the loss covers what the assistant says"
-            for each in names:
-                yield f"{each} = {each}.map(labels, remove_columns={each}.column_names)"
+            for name in sets:
+                yield f"{name} = {name}.map(labels, remove_columns={name}.column_names)"
         yield ""
+
+    @property
+    def _rewrites(self) -> bool:
+        """Whether the script brings records into the shape that TRL reads."""
+        return self.data.rewritten or bool(self.eval_data and self.eval_data.rewritten)
 
     def _training(self) -> Iterator[str]:
         yield f"trainer = {self.method.name}Trainer("
@@ -93,22 +103,6 @@ class TrlScript:
         yield ")"
         yield "trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)"
         yield "trainer.end()"
-
-
-def _as_chats(shape: str, names: Sequence[str]) -> Iterator[str]:
-    """Lines that turn Alpaca's columns, which TRL does not know, into chats."""
-    if shape != "Alpaca":
-        return
-    yield ""
-    yield ""
-    yield "def as_chat(row):"
-    yield '    question = "\\n".join(part for part in (row["instruction"], row.get("input")) if part)'
-    yield '    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]'
-    yield '    return {"messages": messages}'
-    yield ""
-    yield ""
-    for each in names:
-        yield f"{each} = {each}.map(as_chat, remove_columns={each}.column_names)"
 
 
 def accelerate_config(

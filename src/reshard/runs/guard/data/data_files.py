@@ -15,11 +15,13 @@ from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.plain_json import json_of
 from reshard.runs.guard.data.record_faults import faults
 from reshard.runs.guard.data.record_images import misplaced, unreadable
-from reshard.runs.guard.data.records import kind_of, shapes_of, standard
+from reshard.runs.guard.data.records import is_rewritten, kind_of, shapes_of, standard
 
 DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 IMAGES = "images"
 """The name under which records with images are counted."""
+REWRITTEN = "rewritten"
+"""The name under which records are counted that TRL reads otherwise than `standard` does."""
 MAX_FAULTY_RECORDS = 12
 """Maximum number of faulty records that are reported; the others are only counted."""
 PARQUET_BATCH_ROWS = 256
@@ -58,7 +60,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def check_records(path: Path, method: str) -> Counter[str]:
-    """The number of records of each shape in a file or folder, and of those with `IMAGES`.
+    """The number of records of each shape in a file or folder, of those with `IMAGES`, and of those to be `REWRITTEN`.
 
     Without a `method`, records may have any columns.
 
@@ -94,6 +96,7 @@ class _RecordChecker:
         self.shapes[shape] += 1
         clean = standard(row, shape)
         self.shapes[IMAGES] += "images" in clean
+        self.shapes[REWRITTEN] += is_rewritten(row, clean)
         kind = kind_of(clean)
         self.first = self.first or (kind, where)
         mixed = [] if kind == self.first[0] else [_mixed(kind, *self.first)]

@@ -91,6 +91,18 @@ def standard(row: DataRow, shape: str) -> DataRow:
     return with_images(_of_texts(row, shape), row)
 
 
+def as_trl_reads(row: Mapping[str, Any], method: str) -> DataRow:
+    """A row of any shape of a method in TRL's standard shape. Columns may be None, as `datasets` fills missing ones."""
+    given = {name: value for name, value in row.items() if value is not None}
+    return standard(given, shapes_of(given, method)[0])
+
+
+def is_rewritten(row: Mapping[str, Any], clean: DataRow) -> bool:
+    """Whether the texts of a row differ from those of its standard row `clean`, so that TRL would train on others."""
+    columns = {column for columns in RECORD_SHAPES.values() for column in columns}
+    return any(row.get(each) is not None and clean.get(each) != row[each] for each in columns)
+
+
 def _of_texts(row: DataRow, shape: str) -> DataRow:
     beside = {key: row[key] for key in TEMPLATE_COLUMNS if row.get(key) is not None}
     if shape in CHAT_SHAPES:
