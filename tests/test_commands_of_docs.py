@@ -190,7 +190,9 @@ BY_ROW: dict[str, Make] = {
 BY_NAME: dict[str, Make] = {
     **dict.fromkeys(("model", "MODEL", "Qwen3-8B", "base"), hub),
     **dict.fromkeys(("CKPT", "ckpt", "run", "SRC", "DST", "CHECKPOINT", "qwen3"), converted),
-    "lora": lora,
+    "checkpoint-2": converted,  # of ms-swift
+    "checkpoint-20": fsdp,
+    **dict.fromkeys(("lora", "checkpoint-30"), lora),
 }
 """What the sources of all other commands are, by the last part of their paths."""
 LOG = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"

@@ -26,7 +26,7 @@ PNG = bytes.fromhex(
 )
 """A picture of one pixel."""
 CPU = {"use_cpu": True, "bf16": False}
-TURN = {"role": "user", "content": "1"}
+TURN, ANSWER = {"role": "user", "content": "1"}, {"role": "assistant"}
 
 
 @pytest.fixture
@@ -144,8 +144,8 @@ ANSWERS = {"chosen": "3", "rejected": "4"}
         ),
         (
             "dpo",
-            {"prompt": "1", **{name: [TURN, {**TURN, "content": "3"}] for name in ANSWERS}},
-            {name: ["user: 1", "user: 3"] for name in ANSWERS},
+            {"prompt": "1", **{name: [TURN, {**ANSWER, "content": text}] for name, text in ANSWERS.items()}},
+            {name: ["user: 1", f"assistant: {text}"] for name, text in ANSWERS.items()},
         ),
     ],
     ids=["Alpaca with a history", "ShareGPT", "Alpaca's pairs", "answers that repeat the prompt"],
