@@ -163,7 +163,7 @@ def convert(
 def _for_target(options: ConversionOptions, target: Path) -> ConversionOptions:
     """The options with the format that the name of the destination has. Raises ReshardError without its ranks."""
     format = writable(options.to).name if options.to else named_by(target)
-    if options.dp is None and format is not None and written()[format].ranks:
+    if options.dp is None and format is not None and written()[format].ranks.data_parallel:
         raise ReshardError(
             "ranks-not-passed",
             f"the number of ranks that will load the output is missing, and {format} has a file for each of them",

@@ -277,7 +277,7 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
 def _other_ranks(checkpoint: Checkpoint, path: Path) -> list[str]:
     """How to convert for another number of ranks, if it can be loaded by as many as it has only."""
     target = written().get(checkpoint.format)
-    if not target or not target.ranks or not checkpoint.native or checkpoint.problems:
+    if not target or not target.ranks.data_parallel or not checkpoint.native or checkpoint.problems:
         return []
     words = [
         "reshard",

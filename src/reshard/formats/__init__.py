@@ -96,13 +96,13 @@ def written() -> dict[str, Target]:
 
 def named_by(path: Path) -> str | None:
     """The format of which a file with this name is a complete output; None if there is none."""
-    suffixes = {target.suffix: name for name, target in written().items() if target.suffix}
+    suffixes = {target.embeds: name for name, target in written().items() if target.embeds}
     return suffixes.get(path.suffix)
 
 
 def quantizations() -> list[str]:
     """The values of `--quantize`, of all targets."""
-    return list(dict.fromkeys(how for target in written().values() for how in target.quantizes))
+    return list(dict.fromkeys(how for target in written().values() for how in target.dtypes.quantizes))
 
 
 def quantized_as(how: str) -> str:
@@ -110,7 +110,9 @@ def quantized_as(how: str) -> str:
     if how in quantizations():
         return how
     by_target = (
-        f"{name}: {', '.join(target.quantizes)}" for name, target in written().items() if target.quantizes
+        f"{name}: {', '.join(target.dtypes.quantizes)}"
+        for name, target in written().items()
+        if target.dtypes.quantizes
     )
     raise ReshardError(
         "quantize-value-unknown",

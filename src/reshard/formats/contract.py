@@ -63,8 +63,7 @@ class Request:
     `iteration` and `optimizer` are those of the source. `adapter` are the settings of an adapter, None for a model.
     `quantization` are the settings of weights that the plan quantizes. `engine` is the one that saved a Megatron
     source, and `native` is what only the format of the source knows. For a target that embeds them, `companions` are
-    the config and the tokenizer of the output, `name` is that of the model, and `inside` is what the target makes of
-    both.
+    the config and the tokenizer of the output, and `name` is that of the model.
     """
 
     options: ConversionOptions
@@ -82,7 +81,6 @@ class Request:
     native: Any = None
     companions: Mapping[str, bytes] = field(default_factory=dict)
     name: str = ""
-    inside: Any = None
 
     @cached_property
     def main_dtype(self) -> str:
@@ -145,97 +143,118 @@ def stateless(request: Request) -> list[str]:
     return [f"{what}: load them in a run that freezes the same tensors"] if frozen else []
 
 
-def as_asked(request: Request) -> Request:
-    """The request, unchanged."""
-    return request
+class Writing:
+    """A request on its way into files: how a format lays it out, and what users should know of it.
+
+    A format overrides what it has to say. `request` is the one that is written: a format that stores something
+    else than it was asked for, such as a tied head, changes it when it begins.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+    @property
+    def memory(self) -> MemoryNeed:
+        """What computing the files takes, besides the tensors of the request."""
+        return NO_NEED
+
+    def files(self) -> list[OutputFile]:
+        """The files, below the folder of the output. Raises ReshardError for what the engine cannot store."""
+        raise NotImplementedError
+
+    def notes(self) -> list[str]:
+        """What users should know."""
+        return []
+
+    def warnings(self) -> list[Problem]:
+        """Where the engine computes something else than the config says."""
+        return []
+
+    def load_with(self) -> list[str]:
+        """The flags that users type to load the output, in addition to its folder."""
+        return []
+
+    def afterwards(self) -> Iterable[OutputCommand]:
+        """Commands for the output, each with its purpose."""
+        return []
 
 
-def nothing(request: Request) -> list[str]:
-    """No notes."""
-    return []
+@dataclass(frozen=True)
+class Naming:
+    """What a format calls tensors.
+
+    `dialects` are the Hub's names, those of a live model, or the dialects of an engine, of which the first that a
+    family declares is used. Or the format's own, which `renames` makes of the Hub's for the model of a config; None if
+    it does not know that model. `leaves_out` returns the rule by which a tensor has no place, None if it has one.
+    """
+
+    dialects: tuple[str, ...] = (HUB,)
+    renames: Callable[[Mapping[str, Any]], tuple[Renaming, ...] | None] | None = None
+    leaves_out: Callable[[Request, str], str | None] | None = None
+
+    @property
+    def are_derived(self) -> bool:
+        """Whether they are derived from Hub names, so that an undeclared family can be written."""
+        return self.are_of_any_model or self.renames is not None
+
+    @property
+    def are_of_any_model(self) -> bool:
+        """Whether the format can store a model of which only the Hub's names are known."""
+        return self.dialects[0] in (HUB, LIVE)
 
 
-def no_memory(request: Request) -> MemoryNeed:
-    """Nothing is computed for the format."""
-    return NO_NEED
+@dataclass(frozen=True)
+class Ranks:
+    """Whose ranks the files belong to.
+
+    `axes` are those of the layout that users choose; `data_parallel` says that users pass a number of ranks.
+    """
+
+    axes: tuple[str, ...] = ()
+    data_parallel: bool = False
 
 
-def no_problems(request: Request) -> list[Problem]:
-    """No warnings."""
-    return []
+@dataclass(frozen=True)
+class StoredDtypes:
+    """The dtypes that a format stores.
 
+    `only` is that of all weights, if there is only one. `of_tensors` gives each tensor its dtype, by its name and
+    shape, from that of most weights. `keeps_scales` says that it can store the scales of a quantized source.
+    `quantizes` are the values of `--quantize`.
+    """
 
-def any_model(config: Mapping[str, Any]) -> None:
-    """Every model is written."""
-
-
-def nothing_else(request: Request) -> list[OutputCommand]:
-    """No commands."""
-    return []
-
-
-def nowhere(request: Request, name: str) -> None:
-    """No tensor is left out."""
+    only: str | None = None
+    of_tensors: Callable[[Request, DType], Callable[[str, tuple[int, ...]], DType]] | None = None
+    keeps_scales: bool = False
+    quantizes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Target:
     """What a format can be written as.
 
-    `lay_out` makes the files of a request. `names` are those of the Hub, of a live model, or the dialects of an engine,
-    of which the first that a family declares is used; or, for a format whose names `renames` makes of the Hub's for the
-    model of a config, None if it does not know that model. `leaves_out` tells the rule by which a tensor has no place.
-    `layout` are the axes by which files belong to ranks, so that users can choose their sizes; `ranks` says that they
-    belong to data-parallel ranks, of which users pass the number. `states` are the optimizer states that it stores.
-    `dtype` is the only dtype of its weights, if there is only one; `typed` gives each tensor its dtype, from that of
-    most weights. `quantized` says that it can store the scales of a source, and `quantizes` are the values of
-    `--quantize`. `embeds` says that config and tokenizer are in its files, and not beside them; a file with `suffix`
-    may then be the complete output, and is not divided unless users ask for it. `state_dict` says that it can be the
-    weights alone, with neither of these. `beside` is the folder of config and
-    tokenizer, if they are not next to the weights. `judges_model` says that its engine computes what the entries of
-    families describe.
-    `check_config` raises ReshardError for a config whose model the format cannot describe, before its family is found.
-    `fit` sets model and layout to the engine's sizes, before tensors are named, and refuses what the engine cannot
-    store. `complete` afterwards adds what the engine stores differently, which takes the memory that `need` tells.
-    `notes`, `warnings` and `load_with` are what users should know and type, in addition to the folder, and `afterwards`
-    are commands for the output, each with its purpose.
+    `begin` makes the files of a request. `holds` are the kinds of checkpoints that it can store, `states` the optimizer
+    states. `fit` sets model and layout to the engine's sizes before tensors are named, and refuses what it cannot
+    store. `check_config` raises ReshardError for a config whose model the format cannot describe, before its family is
+    found. `judges_model` says that its engine computes what the entries of families describe.
+
+    `embeds` is the suffix of files that have config and tokenizer inside, and not beside them: one may be the complete
+    output, and is not divided unless users ask for it. `beside` is the folder of config and tokenizer, if they are not
+    next to the weights. `state_dict` says that it can be the weights alone, with neither of these.
     """
 
-    lay_out: Callable[[Request], list[OutputFile]]
-    names: tuple[str, ...] = (HUB,)
+    begin: Callable[[Request], Writing]
+    names: Naming = Naming()
+    ranks: Ranks = Ranks()
+    dtypes: StoredDtypes = StoredDtypes()
     holds: frozenset[CheckpointKind] = frozenset({CheckpointKind.MODEL})
-    layout: tuple[str, ...] = ()
-    ranks: bool = False
     states: tuple[str, ...] = ()
-    dtype: str | None = None
-    typed: Callable[[Request, DType], Callable[[str, tuple[int, ...]], DType]] | None = None
-    quantized: bool = False
-    quantizes: tuple[str, ...] = ()
-    embeds: bool = False
-    suffix: str = ""
-    state_dict: bool = False
+    embeds: str = ""
     beside: str = ""
+    state_dict: bool = False
     judges_model: bool = True
-    renames: Callable[[Mapping[str, Any]], tuple[Renaming, ...] | None] | None = None
-    leaves_out: Callable[[Request, str], str | None] = nowhere
-    check_config: Callable[[Mapping[str, Any]], None] = any_model
-    fit: Callable[[Request], Request] = as_asked
-    complete: Callable[[Request], Request] = as_asked
-    need: Callable[[Request], MemoryNeed] = no_memory
-    notes: Callable[[Request], list[str]] = nothing
-    warnings: Callable[[Request], list[Problem]] = no_problems
-    afterwards: Callable[[Request], Iterable[OutputCommand]] = nothing_else
-    load_with: Callable[[Request], list[str]] = nothing
-
-    @property
-    def keeps_names(self) -> bool:
-        """Whether its names are derived from Hub names, so that an undeclared family can be written."""
-        return self.takes_any_model or self.renames is not None
-
-    @property
-    def takes_any_model(self) -> bool:
-        """Whether it can store a model of which only the Hub's names are known."""
-        return self.names[0] in (HUB, LIVE)
+    fit: Callable[[Request], Request] | None = None
+    check_config: Callable[[Mapping[str, Any]], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats import weight_files
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import Format, Request, Target
+from reshard.formats.contract import Format, Request, StoredDtypes, Target, Writing
 from reshard.formats.state_dict_names import config_in, state_dict_in, without_buffers
 from reshard.stores import fetch_heads
 from reshard.transfer.plan import OutputFile, Planned
@@ -122,11 +122,14 @@ def _content(file: Path, sources: Sources) -> dict[Any, Any]:
     return read_dict(file, sources, "not-a-state-dict", "not a state dict", "save the model's state_dict()")
 
 
-def lay_out(request: Request) -> list[OutputFile]:
-    """The weight files of a folder; several shards get an index."""
-    if request.options.state_dict == "bin":
-        return _divided(request, "pytorch_model", "bin", state_dicts.output_file)
-    return laid_out(request, safetensors.OF_TORCH)
+class HuggingFaceWriting(Writing):
+    """A folder of the Hub, or a state dict alone."""
+
+    def files(self) -> list[OutputFile]:
+        """The weight files of a folder; several shards get an index."""
+        if self.request.options.state_dict == "bin":
+            return _divided(self.request, "pytorch_model", "bin", state_dicts.output_file)
+        return laid_out(self.request, safetensors.OF_TORCH)
 
 
 def laid_out(request: Request, metadata: Mapping[str, str], *, indexed: bool = False) -> list[OutputFile]:
@@ -193,7 +196,11 @@ FORMAT = Format(
     "safetensors in one file or in shards; pytorch_model*.bin is read",
     detect,
     open_checkpoint,
-    Target(lay_out, quantized=True, quantizes=QUANTIZED, state_dict=True),
+    Target(
+        HuggingFaceWriting,
+        dtypes=StoredDtypes(keeps_scales=True, quantizes=QUANTIZED),
+        state_dict=True,
+    ),
     aliases=("hf", "transformers", "safetensors"),
     parts=("*.index.json",),
     files=tuple(f"{stem}.{suffix}" for stem, suffix in weight_files.WEIGHT_FILES),

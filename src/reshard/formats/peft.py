@@ -15,7 +15,7 @@ from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface, weight_files
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import CheckpointKind, Format, Request, Target
+from reshard.formats.contract import CheckpointKind, Format, Target, Writing
 from reshard.transfer.plan import OutputFile
 from reshard.transfer.source_files import Sources
 
@@ -63,10 +63,13 @@ def _taken_twice(tensors: dict[str, Tensor]) -> list[Replica]:
     return found
 
 
-def lay_out(request: Request) -> list[OutputFile]:
-    """The two files of an adapter; its settings become adapter_config.json."""
-    config = OutputFile.of_bytes(ADAPTER_CONFIG, to_json(dict(request.adapter or {})))
-    return [safetensors.output_file(WEIGHTS_FILES[0], request.tensors), config]
+class PeftWriting(Writing):
+    """The two files of an adapter."""
+
+    def files(self) -> list[OutputFile]:
+        """The two files of an adapter; its settings become adapter_config.json."""
+        config = OutputFile.of_bytes(ADAPTER_CONFIG, to_json(dict(self.request.adapter or {})))
+        return [safetensors.output_file(WEIGHTS_FILES[0], self.request.tensors), config]
 
 
 FORMAT = Format(
@@ -74,7 +77,7 @@ FORMAT = Format(
     "LoRA adapter of PEFT: adapter_model.safetensors; adapter_model.bin is read",
     detect,
     open_checkpoint,
-    Target(lay_out, holds=frozenset({CheckpointKind.ADAPTER})),
+    Target(PeftWriting, holds=frozenset({CheckpointKind.ADAPTER})),
     aliases=("lora",),
     files=("adapter_config.json", *WEIGHTS_FILES),
     seen={"LoRA adapter": r"adapter_(?:model|config)\.|(?:^|/)adapter(?:_\w+)?/?$"},

@@ -188,7 +188,7 @@ def _refuse_others(push: Push, plan: Plan) -> None:
             found=push.repository,
             remedy="correct --push-to-hub",
         )
-    able = [name for name, target in written().items() if target.names == (HUB,)]
+    able = [name for name, target in written().items() if target.names.dialects == (HUB,)]
     if plan.target not in able:
         raise ReshardError(
             "push-format-not-for-hub",

@@ -80,7 +80,7 @@ def _keeping() -> str:
     fit = (
         name
         for name, to in written().items()
-        if to.takes_any_model and not to.ranks and CheckpointKind.MODEL in to.holds
+        if to.names.are_of_any_model and not to.ranks.data_parallel and CheckpointKind.MODEL in to.holds
     )
     *others, last = (f"--to {name}" for name in sorted(fit, key=lambda name: name != huggingface.NAME))
     return f"{', '.join(others)} or {last} keeps the model as it is"

@@ -41,7 +41,7 @@ def resolved(checkpoint: Checkpoint, target: Target, options: ConversionOptions)
     `--base` is then required, even if the adapter records its base: users who forget `--merge` should not get an
     adapter.
     """
-    if target.keeps_names:
+    if target.names.are_derived:
         return ResolvedCheckpoint(checkpoint, None, {})
     if options.with_optimizer:
         raise ReshardError(

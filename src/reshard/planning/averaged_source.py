@@ -39,6 +39,9 @@ OF_RUNS = {
 }
 """Settings that do not tell one model from another; the number of tokens shows in shapes."""
 
+HubTensorsOf = Callable[[Checkpoint, ConversionOptions], HubTensors]
+"""Plans the tensors of one checkpoint, as a conversion to a Hugging Face folder has them."""
+
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
@@ -46,17 +49,16 @@ Made = TypeVar("Made")
 def averaged_source(
     last: Checkpoint,
     options: ConversionOptions,
-    planned: Callable[[Checkpoint, ConversionOptions], HubTensors],
+    hub_tensors_of: HubTensorsOf,
 ) -> Checkpoint:
     """The average as a checkpoint with Hub names, which has config and tokenizer of the `last` one.
 
-    `planned` returns the tensors of one checkpoint, as a conversion to a Hugging Face folder has them. Raises
-    ReshardError with everything in which the checkpoints differ.
+    Raises ReshardError with everything in which the checkpoints differ.
     """
     assert options.average
     checkpoints = _opened(last, options.average, options)
     home = last.root if read_config(last.root, last.sources) else None
-    sides = _each(lambda each: planned(each, _alone(each, options, home)), checkpoints)
+    sides = _each(lambda each: hub_tensors_of(each, _alone(each, options, home)), checkpoints)
     paths = [each.path for each in checkpoints]
     problems = [
         *_quantized(sides, paths),

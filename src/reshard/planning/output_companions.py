@@ -163,7 +163,7 @@ def facts(
     checkpoint: Checkpoint, format: Format, request: Request, dropped: Mapping[str, int]
 ) -> dict[str, Any]:
     """The facts that `reshard.json` records: what the output was made from, and what it contains."""
-    model, sharded = request.model, format.target and format.target.layout
+    model, sharded = request.model, format.target and format.target.ranks.axes
     found: dict[str, Any] = {
         "reshard": __version__,
         "source": {

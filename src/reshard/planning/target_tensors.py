@@ -19,9 +19,9 @@ from reshard.formats.contract import (
     KEEPS_ITS_DTYPE,
     MASTER_STATE,
     ROUTER_WEIGHT,
+    Naming,
     PlannedStates,
     Request,
-    Target,
 )
 from reshard.model import memory_names
 from reshard.model.logical_tensors import LogicalTensor, LogicalTensors
@@ -182,14 +182,16 @@ def _types(state: str) -> OutputTypes:
     return OutputTypes("float32" if state == MASTER_STATE else None)
 
 
-def names_of(format: str, request: Request, logical: LogicalTensors, target: Target) -> TargetNames:
+def names_of(format: str, request: Request, logical: LogicalTensors, naming: Naming) -> TargetNames:
     """How a format names the tensors of a model. Raises ReshardError for tensors that it cannot store."""
     model = request.model
     if request.dialect == HUB or request.is_in_memory:
         name = model.family.name if model else None
         return TargetNames(live=live_names(request.config, name) if request.is_in_memory else None)
-    left = {name: rule for name in logical.tensors if (rule := target.leaves_out(request, name))}
-    rules = target.renames(request.config) if target.renames else None
+    leaves_out = naming.leaves_out
+    rules_out = {name: leaves_out(request, name) for name in logical.tensors} if leaves_out else {}
+    left = {name: rule for name, rule in rules_out.items() if rule}
+    rules = naming.renames(request.config) if naming.renames else None
     if rules is not None:
         return TargetNames(live=MemoryNames(None, config=request.config, table=rules), left=left)
     binding = request.declared.binding(request.dialect)

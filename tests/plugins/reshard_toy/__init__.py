@@ -17,7 +17,7 @@ from reshard.families.rules import Dims, Native, Rule
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import Format, Request, Target
+from reshard.formats.contract import Format, Naming, Target, Writing
 from reshard.transfer.plan import Block, OutputFile
 from reshard.transfer.source_files import Sources
 
@@ -61,21 +61,21 @@ def read(path: Path, sources: Sources, iteration: Iteration | None = None) -> Ch
     return Checkpoint(path, NAME, Dialect(NAME), tensors, root=path)
 
 
-def lay_out(request: Request) -> list[OutputFile]:
+class ToyWriting(Writing):
     """The index, and the bytes of all tensors."""
-    index, blocks, offset = [], [], 0
-    for tensor in request.tensors:
-        index.append((tensor.name, tensor.dtype.name, tensor.shape, offset, tensor.nbytes))
-        blocks.append(Block.whole(tensor, offset))
-        offset += tensor.nbytes
-    return [OutputFile.of_bytes(INDEX, json.dumps(index).encode()), OutputFile(DATA, offset, blocks)]
+
+    def files(self) -> list[OutputFile]:
+        """The two files."""
+        index, blocks, offset = [], [], 0
+        for tensor in self.request.tensors:
+            index.append((tensor.name, tensor.dtype.name, tensor.shape, offset, tensor.nbytes))
+            blocks.append(Block.whole(tensor, offset))
+            offset += tensor.nbytes
+        return [OutputFile.of_bytes(INDEX, json.dumps(index).encode()), OutputFile(DATA, offset, blocks)]
+
+    def notes(self) -> list[str]:
+        """A setting of the package's own."""
+        return [f"a toy of {len(self.request.tensors)} tensors"]
 
 
-def notes(request: Request) -> list[str]:
-    """A setting of the package's own."""
-    return [f"a toy of {len(request.tensors)} tensors"]
-
-
-FORMAT = Format(
-    NAME, "one file of bytes, and an index", detect, read, Target(lay_out, names=(NAME,), notes=notes)
-)
+FORMAT = Format(NAME, "one file of bytes, and an index", detect, read, Target(ToyWriting, Naming((NAME,))))

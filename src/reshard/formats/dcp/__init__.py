@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from reshard.formats.contract import LIVE, MOMENTS, Format, Target
-from reshard.formats.dcp.folder import NAME, detect, lay_out, notes, open_checkpoint
+from reshard.formats.contract import LIVE, MOMENTS, Format, Naming, Target
+from reshard.formats.dcp.folder import NAME, DcpWriting, detect, open_checkpoint
 
 FORMAT = Format(
     NAME,
     "a folder of torch.distributed.checkpoint (.metadata and *.distcp)",
     detect,
     open_checkpoint,
-    Target(lay_out, names=(LIVE,), states=MOMENTS, notes=notes),
+    Target(DcpWriting, Naming((LIVE,)), states=MOMENTS),
     aliases=("torch-dcp", "torchtitan"),
     parts=(".metadata", "*.distcp"),
     files=(".metadata",),

@@ -29,7 +29,7 @@ from reshard.families.dialect import HUB
 from reshard.families.dialects.torchtitan import TORCHTITAN
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, OptimizerStates
-from reshard.formats.contract import MOMENTS, Request, stateless
+from reshard.formats.contract import MOMENTS, Writing, stateless
 from reshard.formats.copied_files import CopyFinder, explained
 from reshard.formats.dcp import olmo_core, torchtitan
 from reshard.formats.dcp.optimizer_states import OPTIMIZER_KEY as OPTIMIZER_NEST
@@ -365,28 +365,30 @@ MODEL_KEY = "model"
 """The key of the model in the state dict, as in torch's own examples, accelerate and Trainer."""
 
 
-def lay_out(request: Request) -> list[OutputFile]:
-    """The files of a folder that `dcp.load({"model": state_dict}, checkpoint_id=folder)` loads at any layout."""
-    tensors = request.tensors
-    writer = _DcpWriter(request.options.shard_size)
-    for tensor in tensors:
-        writer.name((MODEL_KEY, tensor.name), writer.add(tensor))
-    stored = writer.metadata.tensors
-    for again, name in request.again.items():
-        if f"{MODEL_KEY}.{again}" not in stored and f"{MODEL_KEY}.{name}" in stored:
-            writer.name(
-                (MODEL_KEY, again), stored[f"{MODEL_KEY}.{name}"]
-            )  # the live model's state dict has both names
-    if request.states and request.optimizer:
-        optimizer = DcpOptimizer(request.states, request.optimizer)
-        writer.add_optimizer(optimizer, {tensor.name for tensor in tensors if len(tensor.shape) < 2})
-    return writer.finished()
+class DcpWriting(Writing):
+    """A folder that torch loads at any layout."""
 
+    def files(self) -> list[OutputFile]:
+        """The files of a folder that `dcp.load({"model": state_dict}, checkpoint_id=folder)` loads at any layout."""
+        tensors = self.request.tensors
+        writer = _DcpWriter(self.request.options.shard_size)
+        for tensor in tensors:
+            writer.name((MODEL_KEY, tensor.name), writer.add(tensor))
+        stored = writer.metadata.tensors
+        for again, name in self.request.again.items():
+            if f"{MODEL_KEY}.{again}" not in stored and f"{MODEL_KEY}.{name}" in stored:
+                writer.name(
+                    (MODEL_KEY, again), stored[f"{MODEL_KEY}.{name}"]
+                )  # the live model's state dict has both names
+        if self.request.states and self.request.optimizer:
+            optimizer = DcpOptimizer(self.request.states, self.request.optimizer)
+            writer.add_optimizer(optimizer, {tensor.name for tensor in tensors if len(tensor.shape) < 2})
+        return writer.finished()
 
-def notes(request: Request) -> list[str]:
-    """How to load the folder with torch."""
-    model = 'load it with dcp.load({"model": model.state_dict()}, checkpoint_id=FOLDER)'
-    return [model, LOADS_STATES, *stateless(request)] if request.states else [model]
+    def notes(self) -> list[str]:
+        """How to load the folder with torch."""
+        model = 'load it with dcp.load({"model": model.state_dict()}, checkpoint_id=FOLDER)'
+        return [model, LOADS_STATES, *stateless(self.request)] if self.request.states else [model]
 
 
 LOADS_STATES = (

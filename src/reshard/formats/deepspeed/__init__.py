@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from reshard.formats.contract import LIVE, MOMENTS, Format, Target
+from reshard.formats.contract import LIVE, MOMENTS, Format, Naming, StoredDtypes, Target
 from reshard.formats.deepspeed.folder import NAME, detect, open_checkpoint
-from reshard.formats.deepspeed.universal import lay_out, notes
+from reshard.formats.deepspeed.universal import UniversalWriting
 
 FORMAT = Format(
     NAME,
     "DeepSpeed checkpoint: ZeRO 0 to 3, or universal",
     detect,
     open_checkpoint,
-    Target(lay_out, names=(LIVE,), states=MOMENTS, dtype="float32", notes=notes),
+    Target(UniversalWriting, Naming((LIVE,)), dtypes=StoredDtypes("float32"), states=MOMENTS),
     aliases=("ds", "zero"),
     parts=(
         *("latest", "latest_universal"),

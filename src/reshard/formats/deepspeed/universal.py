@@ -25,7 +25,7 @@ from reshard.containers.torchfiles.pickles import Global, Reduce
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from reshard.formats.checkpoint import Optimizer, OptimizerStates
-from reshard.formats.contract import KEEPS_ITS_DTYPE, MOMENTS, PlannedStates, Request
+from reshard.formats.contract import KEEPS_ITS_DTYPE, MOMENTS, PlannedStates, Writing
 from reshard.formats.deepspeed.step_files import COPY_AGAIN, LoadedFile, StepFiles, read_models
 from reshard.formats.deepspeed.zero import (
     FP32,
@@ -188,30 +188,45 @@ _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_
 """The files that engines of stage 0 to 2, and of stage 3, look for."""
 
 
-def lay_out(request: Request) -> list[OutputFile]:
-    """The files of a universal checkpoint that `load_universal` loads into ZeRO 1, 2 and 3 on any number of ranks.
+class UniversalWriting(Writing):
+    """A universal checkpoint."""
 
-    Tensors are float32 under the names of the engine's module. A missing state is stored as one repeated zero, because
-    stage 3 requires all states.
-    """
-    tensors, states, optimizer = request.tensors, request.states, request.optimizer
-    step = request.iteration if isinstance(request.iteration, int) else 0
-    tag = f"global_step{step}_universal"
-    files = [OutputFile.of_bytes("latest_universal", tag.encode())]
-    taken = (optimizer.step if optimizer else None) or 0
-    count = struct.pack("<f", taken)
-    for tensor in tensors:
-        folder = f"{tag}/zero/{tensor.name}"
-        files.append(_parameter(f"{folder}/{FP32}.pt", tensor))
-        for kind in MOMENTS:
-            state = states.get(kind, {}).get(tensor.name)
-            path = f"{folder}/{kind}.pt"
-            files.append(_parameter(path, state) if state else _zeros(path, tensor.shape))
-        files.append(_with_step(f"{folder}/step.pt", _STEP, count))
-    files.append(_with_step(f"{tag}/zero/{OPTIMIZER_STATE}", _optimizer_state(states, optimizer), count))
-    model = image_bytes(layout_torch_file(_model_states(tensors, step)))
-    files += [OutputFile.of_bytes(f"{tag}/{name}", model) for name in _MODEL_STATES]
-    return files
+    def files(self) -> list[OutputFile]:
+        """The files of a universal checkpoint that `load_universal` loads into ZeRO 1, 2 and 3 on any number of ranks.
+
+        Tensors are float32 under the names of the engine's module. A missing state is stored as one repeated zero,
+        because stage 3 requires all states.
+        """
+        tensors, states, optimizer = self.request.tensors, self.request.states, self.request.optimizer
+        step = self.request.iteration if isinstance(self.request.iteration, int) else 0
+        tag = f"global_step{step}_universal"
+        files = [OutputFile.of_bytes("latest_universal", tag.encode())]
+        taken = (optimizer.step if optimizer else None) or 0
+        count = struct.pack("<f", taken)
+        for tensor in tensors:
+            folder = f"{tag}/zero/{tensor.name}"
+            files.append(_parameter(f"{folder}/{FP32}.pt", tensor))
+            for kind in MOMENTS:
+                state = states.get(kind, {}).get(tensor.name)
+                path = f"{folder}/{kind}.pt"
+                files.append(_parameter(path, state) if state else _zeros(path, tensor.shape))
+            files.append(_with_step(f"{folder}/step.pt", _STEP, count))
+        files.append(_with_step(f"{tag}/zero/{OPTIMIZER_STATE}", _optimizer_state(states, optimizer), count))
+        model = image_bytes(layout_torch_file(_model_states(tensors, step)))
+        files += [OutputFile.of_bytes(f"{tag}/{name}", model) for name in _MODEL_STATES]
+        return files
+
+    def notes(self) -> list[str]:
+        """How to load the folder with DeepSpeed, and what DeepSpeed does not load."""
+        loads = 'load it with {"checkpoint": {"load_universal": true}} in the config of DeepSpeed'
+        buffers = [tensor.name for tensor in self.request.tensors if tensor.name.endswith(KEEPS_ITS_DTYPE)]
+        if not buffers:
+            return [loads]
+        return [
+            loads,
+            "DeepSpeed restores no buffers from a universal checkpoint: start the run from a model that has "
+            f"{listed(buffers, 1)}",
+        ]
 
 
 _STEP = NewTensor("step", _FLOAT32, ())
@@ -269,16 +284,3 @@ def _model_states(tensors: Sequence[Planned], step: int) -> dict[str, Any]:
         "ds_version": VERSION,
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
     }
-
-
-def notes(request: Request) -> list[str]:
-    """How to load the folder with DeepSpeed, and what DeepSpeed does not load."""
-    loads = 'load it with {"checkpoint": {"load_universal": true}} in the config of DeepSpeed'
-    buffers = [tensor.name for tensor in request.tensors if tensor.name.endswith(KEEPS_ITS_DTYPE)]
-    if not buffers:
-        return [loads]
-    return [
-        loads,
-        "DeepSpeed restores no buffers from a universal checkpoint: start the run from a model that has "
-        f"{listed(buffers, 1)}",
-    ]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from reshard.formats.contract import LIVE, MOMENTS, Format, Target
+from reshard.formats.contract import LIVE, MOMENTS, Format, Naming, Ranks, Target
 from reshard.formats.fsdp_ranks.folder import NAME, detect, open_checkpoint
-from reshard.formats.fsdp_ranks.write import HUB_FOLDER, fit, lay_out, notes
+from reshard.formats.fsdp_ranks.write import HUB_FOLDER, RanksWriting, fit
 
 FORMAT = Format(
     NAME,
     "FSDP state dicts, a file for each rank (model_world_size_*_rank_*.pt, pytorch_model_fsdp*.bin)",
     detect,
     open_checkpoint,
-    Target(lay_out, names=(LIVE,), ranks=True, states=MOMENTS, beside=HUB_FOLDER, fit=fit, notes=notes),
+    Target(
+        RanksWriting,
+        Naming((LIVE,)),
+        Ranks(data_parallel=True),
+        states=MOMENTS,
+        beside=HUB_FOLDER,
+        fit=fit,
+    ),
     aliases=("fsdp", "fsdp1", "fsdp2"),
     parts=(
         *("optim_world_size_*_rank_*.pt", "extra_state_world_size_*_rank_*.pt"),

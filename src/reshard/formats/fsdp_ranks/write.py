@@ -22,7 +22,7 @@ from reshard.containers.torchfiles.read import first_bytes
 from reshard.containers.torchfiles.write import NewTensor, filled, layout_torch_file
 from reshard.containers.torchfiles.write_dtensor import MESH_RANKS, RankWriter
 from reshard.families import live_names
-from reshard.formats.contract import HUB, KEEPS_ITS_DTYPE, Request, stateless
+from reshard.formats.contract import HUB, KEEPS_ITS_DTYPE, Request, Writing, stateless
 from reshard.formats.fsdp_ranks.optimizer_states import EXTRA, MODEL, OPTIM, SavedFacts, SavedOptimizer
 from reshard.formats.sharding import Shard, blocks_of
 from reshard.formats.state_dict_names import stripped
@@ -69,22 +69,46 @@ def _without_order(found: str) -> ReshardError:
     )
 
 
-def lay_out(request: Request) -> list[OutputFile]:
-    """The files of all ranks: the model, and with states the optimizer and the schedule of its learning rate."""
-    saved, world = saved_in(request), request.layout.dp
-    axes = saved.mesh and (saved.mesh.names if len(saved.mesh.names) == 1 else (MESH_AXIS,))
-    like = saved.mesh or Mesh((MESH_AXIS,), (world,), (0,), None, frozenset(), MESH_DEVICE)
-    like = like._replace(names=axes or like.names)
-    optimizer = (
-        _OptimizerWriter(request, saved, saved.optimizer) if request.states and saved.optimizer else None
-    )
-    files = [
-        file
-        for rank in range(world)
-        for file in _RankFileWriter(request, saved, RankWriter(like, rank, world)).files(optimizer)
-    ]
-    config = {"FSDP_version": SAVE_VERSION, "world_size": world}
-    return [*files, OutputFile.of_bytes("fsdp_config.json", json.dumps(config, indent=4).encode())]
+class RanksWriting(Writing):
+    """The files of all ranks."""
+
+    def files(self) -> list[OutputFile]:
+        """The files of all ranks: the model, and with states the optimizer and the schedule of its learning rate."""
+        saved, world = saved_in(self.request), self.request.layout.dp
+        axes = saved.mesh and (saved.mesh.names if len(saved.mesh.names) == 1 else (MESH_AXIS,))
+        like = saved.mesh or Mesh((MESH_AXIS,), (world,), (0,), None, frozenset(), MESH_DEVICE)
+        like = like._replace(names=axes or like.names)
+        optimizer = (
+            _OptimizerWriter(self.request, saved, saved.optimizer)
+            if self.request.states and saved.optimizer
+            else None
+        )
+        files = [
+            file
+            for rank in range(world)
+            for file in _RankFileWriter(self.request, saved, RankWriter(like, rank, world)).files(optimizer)
+        ]
+        config = {"FSDP_version": SAVE_VERSION, "world_size": world}
+        return [*files, OutputFile.of_bytes("fsdp_config.json", json.dumps(config, indent=4).encode())]
+
+    def notes(self) -> list[str]:
+        """What loads the files, and what they lack."""
+        saved, world = saved_in(self.request), self.request.layout.dp
+        like = "; as in the source" if saved.mesh else ""
+        device, torch = (
+            (saved.mesh.device, saved.mesh.pickled.value) if saved.mesh else (MESH_DEVICE, "torch 2.13")
+        )
+        found = [
+            f"{world} ranks load the files with FSDP2 over all of them (verl: strategy=fsdp2, fsdp_size=-1){like}, "
+            f"the mesh is of {device} devices, in the form of {torch}"
+        ]
+        if saved.names and (other := _other_names(self.request, saved)):
+            found.append(
+                f"names differ from those of the source, whose run cannot load them: {listed(other, 3)}"
+            )
+        if not self.request.states:
+            return [*found, "verl loads weights without an optimizer with checkpoint.load_contents=[model]"]
+        return [*found, RESUME, *stateless(self.request)]
 
 
 @dataclass(frozen=True)
@@ -184,24 +208,6 @@ class _RankFileWriter:
         low, size = (rows.start, *(0 for _ in inner)), (len(rows), *inner)
         shard = Shard(tensor, size, lambda: tensor.source().box(low, size))
         return self.writer.tensor(NewTensor(shard, tensor.dtype, size), tensor.shape)
-
-
-def notes(request: Request) -> list[str]:
-    """What loads the files, and what they lack."""
-    saved, world = saved_in(request), request.layout.dp
-    like = "; as in the source" if saved.mesh else ""
-    device, torch = (
-        (saved.mesh.device, saved.mesh.pickled.value) if saved.mesh else (MESH_DEVICE, "torch 2.13")
-    )
-    found = [
-        f"{world} ranks load the files with FSDP2 over all of them (verl: strategy=fsdp2, fsdp_size=-1){like}, "
-        f"the mesh is of {device} devices, in the form of {torch}"
-    ]
-    if saved.names and (other := _other_names(request, saved)):
-        found.append(f"names differ from those of the source, whose run cannot load them: {listed(other, 3)}")
-    if not request.states:
-        return [*found, "verl loads weights without an optimizer with checkpoint.load_contents=[model]"]
-    return [*found, RESUME, *stateless(request)]
 
 
 RESUME = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
@@ -21,7 +21,7 @@ from reshard.base.plain_json import json_of
 from reshard.families.dialects.gguf import GGUF
 from reshard.families.rope import rope_parameters
 from reshard.folders.companions import CONFIG
-from reshard.formats.contract import Request, Target
+from reshard.formats.contract import Naming, Request, StoredDtypes, Target, Writing
 from reshard.formats.gguf import container
 from reshard.formats.gguf.block_types import UINT8, BlockBytes, check_package, repacked
 from reshard.formats.gguf.folder import SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS
@@ -58,14 +58,6 @@ class GgufTensor(NamedTuple):
     kind: TensorType
     shape: tuple[int, ...]
     data: Planned | bytes
-
-
-class GgufContents(NamedTuple):
-    """What the files of a request contain."""
-
-    metadata: Metadata
-    tensors: Mapping[str, GgufTensor]
-    warnings: Sequence[Problem]
 
 
 def kind_of(name: str, shape: tuple[int, ...], wanted: TensorType) -> TensorType:
@@ -155,25 +147,6 @@ def leaves_out(request: Request, name: str) -> str | None:
     return "layers for multi-token prediction" if is_beyond else None
 
 
-def complete(request: Request) -> Request:
-    """The request with its tensors as they are stored, and with metadata."""
-    config = json_of(request.companions[CONFIG])
-    arch = ARCHITECTURES[request.declared.text["model_type"]]
-    tensors: dict[str, GgufTensor] = {}
-    if frequencies := _frequencies(request.declared.text):
-        content = np.asarray(frequencies, "<f4").tobytes()
-        tensors[ROPE_TENSOR] = GgufTensor(F32, (len(frequencies),), content)
-    tensors |= {each.name: _stored(request, arch, each) for each in request.tensors}
-    made = metadata(config, request.companions, arch, _facts(request, tensors))
-    values = {
-        **made.values,
-        "general.file_type": Value(ValueType.UINT32, _file_type(request, tensors)),
-        "general.quantization_version": Value(ValueType.UINT32, QUANTIZATION_VERSION),
-    }
-    planned = [each.data for each in tensors.values() if isinstance(each.data, Planned)]
-    return replace(request, tensors=planned, inside=GgufContents(values, tensors, made.warnings))
-
-
 def _stored(request: Request, arch: str, tensor: Planned) -> GgufTensor:
     """A tensor in the type that it gets."""
     if arch == "gpt-oss" and tensor.name.endswith("_exps.weight") and (view := repacked(tensor.source())):
@@ -252,31 +225,86 @@ def _frequencies(config: Mapping[str, Any]) -> list[float]:
     return found
 
 
-def lay_out(request: Request) -> list[OutputFile]:
-    """One file, or several of at most the size that users ask for, as `GGUFWriter` divides them."""
-    inside: GgufContents = request.inside
-    parts: list[dict[str, GgufTensor]] = [{}]
-    options = request.options
-    size, most = 0, options.shard_size if options.max_shard_size else math.inf
-    for name, stored in inside.tensors.items():
-        nbytes = stored.kind.size(stored.shape)
-        if parts[-1] and size + nbytes > most:
-            parts.append({})
-            size = 0
-        parts[-1][name] = stored
-        size += nbytes
-    if len(parts) == 1:
-        return [_file(f"{STEM}.gguf", inside.metadata, parts[0])]
-    files = []
-    for number, part in enumerate(parts):
-        values = {
-            **(inside.metadata if number == 0 else {}),
-            SPLIT_NUMBER: Value(ValueType.UINT16, number),
-            SPLIT_COUNT: Value(ValueType.UINT16, len(parts)),
-            SPLIT_TENSORS: Value(ValueType.INT32, len(inside.tensors)),
+class GgufWriting(Writing):
+    """One file or several, with the tensors as they are stored and everything else as metadata.
+
+    `tensors` are those of the files by name, `metadata` that of the first file.
+    """
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        arch = ARCHITECTURES[request.declared.text["model_type"]]
+        self.tensors: dict[str, GgufTensor] = {}
+        if frequencies := _frequencies(request.declared.text):
+            content = np.asarray(frequencies, "<f4").tobytes()
+            self.tensors[ROPE_TENSOR] = GgufTensor(F32, (len(frequencies),), content)
+        self.tensors |= {each.name: _stored(request, arch, each) for each in request.tensors}
+        config = json_of(request.companions[CONFIG])
+        made = metadata(config, request.companions, arch, _facts(request, self.tensors))
+        self._differences = made.warnings
+        self.metadata: Metadata = {
+            **made.values,
+            "general.file_type": Value(ValueType.UINT32, _file_type(request, self.tensors)),
+            "general.quantization_version": Value(ValueType.UINT32, QUANTIZATION_VERSION),
         }
-        files.append(_file(f"{STEM}-{number + 1:05d}-of-{len(parts):05d}.gguf", values, part))
-    return files
+        planned = [each.data for each in self.tensors.values() if isinstance(each.data, Planned)]
+        self.request = replace(request, tensors=planned)
+
+    @property
+    def memory(self) -> MemoryNeed:
+        """The memory that computing blocks takes."""
+        kinds = {each.kind for each in self.tensors.values() if each.kind not in DTYPES}
+        nothing = Tensor(DTYPES[F32], View((0,), ()))
+        rooms = [(source := BlockBytes("", nothing, kind)).room(source.few) for kind in kinds]
+        return MemoryNeed(max(rooms), None) if rooms else NO_NEED
+
+    def files(self) -> list[OutputFile]:
+        """One file, or several of at most the size that users ask for, as `GGUFWriter` divides them."""
+        parts: list[dict[str, GgufTensor]] = [{}]
+        options = self.request.options
+        size, most = 0, options.shard_size if options.max_shard_size else math.inf
+        for name, stored in self.tensors.items():
+            nbytes = stored.kind.size(stored.shape)
+            if parts[-1] and size + nbytes > most:
+                parts.append({})
+                size = 0
+            parts[-1][name] = stored
+            size += nbytes
+        if len(parts) == 1:
+            return [_file(f"{STEM}.gguf", self.metadata, parts[0])]
+        files = []
+        for number, part in enumerate(parts):
+            values = {
+                **(self.metadata if number == 0 else {}),
+                SPLIT_NUMBER: Value(ValueType.UINT16, number),
+                SPLIT_COUNT: Value(ValueType.UINT16, len(parts)),
+                SPLIT_TENSORS: Value(ValueType.INT32, len(self.tensors)),
+            }
+            files.append(_file(f"{STEM}-{number + 1:05d}-of-{len(parts):05d}.gguf", values, part))
+        return files
+
+    def warnings(self) -> list[Problem]:
+        """What llama.cpp computes differently from the config."""
+        return [*self._differences]
+
+    def notes(self) -> list[str]:
+        """Which types the tensors have, and why."""
+        counted = Counter(stored.kind.name for stored in self.tensors.values())
+        told = [f"types: {', '.join(f'{kind} × {count}' for kind, count in counted.most_common())}"]
+        if not self.request.options.quantize:
+            return told
+        wanted = written(self.request.options.quantize)
+        if narrow := [name for name, each in self.tensors.items() if _fell_back(name, each, wanted)]:
+            told.append(
+                f"{len(narrow)} tensors are in F16, because {wanted.elements} does not divide their rows: {narrow[0]}"
+            )
+        return told
+
+    def afterwards(self) -> Iterator[OutputCommand]:
+        """How to quantize the output further, with the program of llama.cpp."""
+        if all(stored.kind in DTYPES for stored in self.tensors.values()):
+            first, smaller = PurePath(self.files()[0].path), PurePath(f"{STEM}-Q4_K_M{SUFFIX}")
+            yield OutputCommand("for K-quants", ("llama-quantize", first, smaller, "Q4_K_M"))
 
 
 def _file(path: str, values: Metadata, tensors: Mapping[str, GgufTensor]) -> OutputFile:
@@ -295,61 +323,16 @@ def _file(path: str, values: Metadata, tensors: Mapping[str, GgufTensor]) -> Out
     return OutputFile(path, end, blocks, lambda: iter(literals))
 
 
-def warnings(request: Request) -> list[Problem]:
-    """What llama.cpp computes differently from the config."""
-    return [*request.inside.warnings]
-
-
-def notes(request: Request) -> list[str]:
-    """Which types the tensors have, and why."""
-    inside: GgufContents = request.inside
-    counted = Counter(stored.kind.name for stored in inside.tensors.values())
-    told = [f"types: {', '.join(f'{kind} × {count}' for kind, count in counted.most_common())}"]
-    if not request.options.quantize:
-        return told
-    wanted = written(request.options.quantize)
-    if narrow := [name for name, each in inside.tensors.items() if _fell_back(name, each, wanted)]:
-        told.append(
-            f"{len(narrow)} tensors are in F16, because {wanted.elements} does not divide their rows: {narrow[0]}"
-        )
-    return told
-
-
 def _fell_back(name: str, stored: GgufTensor, wanted: TensorType) -> bool:
     return stored.kind == F16 and not wanted.divides(stored.shape) and name.endswith(".weight")
 
 
-def need(request: Request) -> MemoryNeed:
-    """The memory that computing blocks takes."""
-    inside: GgufContents = request.inside
-    kinds = {each.kind for each in inside.tensors.values() if each.kind not in DTYPES}
-    nothing = Tensor(DTYPES[F32], View((0,), ()))
-    rooms = [(source := BlockBytes("", nothing, kind)).room(source.few) for kind in kinds]
-    return MemoryNeed(max(rooms), None) if rooms else NO_NEED
-
-
-def afterwards(request: Request) -> Iterator[OutputCommand]:
-    """How to quantize the output further, with the program of llama.cpp."""
-    inside: GgufContents = request.inside
-    if all(stored.kind in DTYPES for stored in inside.tensors.values()):
-        first, smaller = PurePath(lay_out(request)[0].path), PurePath(f"{STEM}-Q4_K_M{SUFFIX}")
-        yield OutputCommand("for K-quants", ("llama-quantize", first, smaller, "Q4_K_M"))
-
-
 TARGET = Target(
-    lay_out,
-    (GGUF.name,),
-    quantizes=QUANTIZED,
-    typed=typed,
-    embeds=True,
-    suffix=SUFFIX,
+    GgufWriting,
+    Naming((GGUF.name,), leaves_out=leaves_out),
+    dtypes=StoredDtypes(of_tensors=typed, quantizes=QUANTIZED),
+    embeds=SUFFIX,
     judges_model=False,
     fit=fit,
-    complete=complete,
-    notes=notes,
-    warnings=warnings,
-    need=need,
-    afterwards=afterwards,
-    leaves_out=leaves_out,
     check_config=check_config,
 )

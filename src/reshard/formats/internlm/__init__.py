@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from reshard.formats.contract import Format, Target
+from reshard.formats.contract import Format, Naming, Ranks, Target
 from reshard.formats.internlm.folder import NAME, detect, open_checkpoint
-from reshard.formats.internlm.write import complete, fit, lay_out, notes
+from reshard.formats.internlm.write import InternlmWriting, fit
 
 FORMAT = Format(
     NAME,
@@ -12,12 +12,10 @@ FORMAT = Format(
     detect,
     open_checkpoint,
     Target(
-        lay_out,
-        names=("internlm2", "internlm"),
-        layout=("tp", "pp", "vpp"),
+        InternlmWriting,
+        Naming(("internlm2", "internlm")),
+        Ranks(("tp", "pp", "vpp")),
         fit=fit,
-        complete=complete,
-        notes=notes,
     ),
     aliases=("internevo",),
     parts=(

@@ -16,7 +16,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from reshard.families.rope import rope_parameters
 from reshard.families.rules import Dims
-from reshard.formats.contract import Request
+from reshard.formats.contract import Request, Writing
 from reshard.formats.internlm.model_config import MODEL_CONFIG, engine_config, is_dynamic
 from reshard.formats.internlm.tensor_names import EMBEDDINGS, HEAD_NAMES, place_of, split_of
 from reshard.formats.sharding import Split, blocks_of, divided, misfits, shard_of
@@ -64,43 +64,51 @@ def _unknown(code: str, message: str, found: str | None = None) -> Problem:
     )
 
 
-def complete(request: Request) -> Request:
-    """Add a tied head as a separate tensor with the embedding's values: InternEvo does not tie weights."""
+class InternlmWriting(Writing):
+    """A file for each rank, and the config that builds the model.
+
+    A tied head is a separate tensor with the embedding's values: InternEvo does not tie weights.
+    """
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(_with_head(request) if request.tied else request)
+
+    def files(self) -> list[OutputFile]:
+        """The files of all ranks, and that of the config. Raises ReshardError if the layers do not divide."""
+        layout, model = self.request.layout, self.request.declared
+        places = stages(layout, model.dims.layers)
+        config = engine_config(
+            model.family.name, self.request.config, layout.vpp, dtype(self.request.main_dtype)
+        )
+        held: dict[int, list[tuple[str, Planned]]] = {}
+        for tensor in self.request.tensors:
+            stage, key = _place(tensor.name, places, layout)
+            held.setdefault(stage, []).append((key, tensor))
+        files = [
+            rank_file(f"model_tp{tp}_pp{stage}.pt", held[stage], split_of_new, tp, layout.tp)
+            for stage in range(layout.pp)
+            for tp in range(layout.tp)
+        ]
+        return [*files, OutputFile.of_bytes(MODEL_CONFIG, image_bytes(layout_torch_file(config)))]
+
+    def notes(self) -> list[str]:
+        """Notes on where InternEvo's model computes something else than the config says."""
+        name, config = self.request.declared.family.name, self.request.config
+        kind = rope_parameters(config).get("rope_type", "default")
+        if kind == "default" or (kind == "dynamic" and is_dynamic(config) and name != "llama"):
+            return []
+        return [f"rope_type is {kind!r}; InternEvo computes an unscaled rope for {name}"]
+
+
+def _with_head(request: Request) -> Request:
+    """The request of a model with tied weights, with both."""
     model = request.declared
-    if not request.tied:
-        return request
     table = next(tensor for tensor in request.tensors if tensor.name in EMBEDDINGS)
     config = {**model.config, "tie_word_embeddings": False}
     head = table._replace(name=HEAD)
     return replace(
         request, model=replace(model, config=config), config=config, tensors=[*request.tensors, head]
     )
-
-
-def notes(request: Request) -> list[str]:
-    """Notes on where InternEvo's model computes something else than the config says."""
-    name, config = request.declared.family.name, request.config
-    kind = rope_parameters(config).get("rope_type", "default")
-    if kind == "default" or (kind == "dynamic" and is_dynamic(config) and name != "llama"):
-        return []
-    return [f"rope_type is {kind!r}; InternEvo computes an unscaled rope for {name}"]
-
-
-def lay_out(request: Request) -> list[OutputFile]:
-    """A file for each rank, and the config that builds the model. Raises ReshardError if the layers do not divide."""
-    layout, model = request.layout, request.declared
-    places = stages(layout, model.dims.layers)
-    config = engine_config(model.family.name, request.config, layout.vpp, dtype(request.main_dtype))
-    held: dict[int, list[tuple[str, Planned]]] = {}
-    for tensor in request.tensors:
-        stage, key = _place(tensor.name, places, layout)
-        held.setdefault(stage, []).append((key, tensor))
-    files = [
-        rank_file(f"model_tp{tp}_pp{stage}.pt", held[stage], split_of_new, tp, layout.tp)
-        for stage in range(layout.pp)
-        for tp in range(layout.tp)
-    ]
-    return [*files, OutputFile.of_bytes(MODEL_CONFIG, image_bytes(layout_torch_file(config)))]
 
 
 def stages(layout: Layout, layers: int) -> list[tuple[int, int, range]]:

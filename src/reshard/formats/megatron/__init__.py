@@ -11,7 +11,16 @@ from reshard.algebra.layout import AXES
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import MASTER_STATE, MOMENTS, CheckpointKind, Format, Target
+from reshard.formats.contract import (
+    MASTER_STATE,
+    MOMENTS,
+    CheckpointKind,
+    Format,
+    Naming,
+    Ranks,
+    StoredDtypes,
+    Target,
+)
 from reshard.formats.megatron import (
     fsdp_dtensor,
     fsdp_dtensor_writing,
@@ -20,7 +29,7 @@ from reshard.formats.megatron import (
     torch_dist,
     zarr,
 )
-from reshard.formats.megatron.megatron_request import complete, fit, load_with, notes
+from reshard.formats.megatron.megatron_request import fit
 from reshard.transfer.source_files import Sources
 
 
@@ -47,6 +56,7 @@ def _is_of_torch(path: Path) -> bool:
     )
 
 
+NAMES = Naming(("mcore",))
 _OF_RUN = (
     *("latest_checkpointed_iteration.txt", "latest_wandb_artifact_path.txt"),
     *("train_state.pt", "latest_train_state.pt", "run_config.yaml"),
@@ -59,15 +69,12 @@ TORCH_DIST = Format(
     torch_dist.detect,
     _open,
     Target(
-        torch_dist.lay_out,
-        names=("mcore",),
+        torch_dist.TorchDistWriting,
+        NAMES,
+        Ranks(AXES),
         holds=frozenset({CheckpointKind.MODEL, CheckpointKind.ADAPTER}),
-        layout=AXES,
         states=(*MOMENTS, MASTER_STATE),
         fit=fit,
-        complete=complete,
-        notes=notes,
-        load_with=load_with,
     ),
     aliases=("mcore", "megatron-core", "torch-dist"),
     parts=(*_OF_RUN, "metadata.json", ".metadata", "*.distcp", "common.pt"),
@@ -90,7 +97,7 @@ LEGACY = Format(
     "Megatron legacy checkpoint, a file for each rank (mp_rank_*)",
     legacy.detect,
     legacy.open_checkpoint,
-    Target(legacy.lay_out, names=("mcore",), layout=AXES, fit=fit, notes=notes, load_with=load_with),
+    Target(legacy.LegacyWriting, NAMES, Ranks(AXES), fit=fit),
     aliases=("legacy", "mcore-legacy"),
     parts=(*_OF_RUN, "distrib_optim.pt", "model_optim_rng.pt"),
     judged=("megatron-core",),
@@ -111,14 +118,12 @@ FSDP_DTENSOR = Format(
     _is_of_torch,
     _open,
     Target(
-        fsdp_dtensor_writing.lay_out,
-        names=("mcore",),
-        layout=AXES,
+        fsdp_dtensor_writing.FsdpDtensorWriting,
+        NAMES,
+        Ranks(AXES),
+        StoredDtypes("float32"),
         states=MOMENTS,
-        dtype="float32",
         fit=fsdp_dtensor_writing.fit,
-        notes=fsdp_dtensor_writing.notes,
-        load_with=fsdp_dtensor_writing.load_with,
     ),
     aliases=("fsdp-dtensor", "mfsdp"),
     parts=(*_OF_RUN, ".metadata", "*.distcp"),

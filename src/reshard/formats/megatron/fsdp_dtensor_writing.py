@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.algebra.dtypes import dtype
@@ -30,10 +29,10 @@ from reshard.formats.checkpoint import Optimizer
 from reshard.formats.contract import Request
 from reshard.formats.dcp.optimizer_states import DcpOptimizer as TorchOptimizer
 from reshard.formats.dcp.optimizer_states import step_tensor
-from reshard.formats.megatron import megatron_request as of_megatron
 from reshard.formats.megatron.fsdp_dtensor import VARIANT
 from reshard.formats.megatron.mcore import is_hybrid, place_of, split_of, stored_args
-from reshard.formats.megatron.megatron_request import arguments, below, iteration_of, optimizer_of
+from reshard.formats.megatron.megatron_request import NO_OPTIMIZER, MegatronWriting
+from reshard.formats.megatron.megatron_request import fit as fit_to_megatron
 from reshard.formats.megatron.optimizer_states import MegatronOptimizer
 from reshard.formats.megatron.rank_states import MegatronRank, RankStates
 from reshard.transfer.plan import OutputFile, Planned
@@ -76,7 +75,7 @@ def fit(request: Request) -> Request:
             found=" ".join(f"{flag} {staged[flag]}" for flag in asked),
             remedy=f"leave out {' and '.join(asked)}",
         )
-    fitted = of_megatron.fit(request)
+    fitted = fit_to_megatron(request)
     _refuse_unsaved(fitted)
     return fitted
 
@@ -102,38 +101,62 @@ def _refuse_unsaved(request: Request) -> None:
         )
 
 
-def lay_out(request: Request) -> list[OutputFile]:
-    """The files of one iteration, and the tracker that names it."""
-    args, iteration = _arguments(request), iteration_of(request)
-    writer = _FolderWriter(request, args)
-    for tensor in request.tensors:
-        for rows, keys in writer.keys(tensor, tensor.name):
-            writer.add(tensor, rows, [("model", _WRAPPED + key) for key in keys])
-    for name, content in {
-        "args": Namespace(**args),
-        "checkpoint_version": 3.0,
-        "iteration": 0 if iteration == "release" else iteration,
-    }.items():
-        writer.folder.name((name,), writer.object(content))
-    if optimizer := optimizer_of(request):
-        writer.add_optimizer(optimizer, request)
-    tracker = OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode())
-    return [*writer.folder.finished(iterations.name_of(iteration)), tracker]
+class FsdpDtensorWriting(MegatronWriting):
+    """One iteration of Megatron-FSDP, and the tracker that names it."""
 
+    def files(self) -> list[OutputFile]:
+        """The files of one iteration, and the tracker that names it."""
+        args, iteration = self._stored_arguments(), self.iteration
+        writer = _FolderWriter(self.request, args, self.prefix)
+        for tensor in self.request.tensors:
+            for rows, keys in writer.keys(tensor, tensor.name):
+                writer.add(tensor, rows, [("model", _WRAPPED + key) for key in keys])
+        for name, content in {
+            "args": Namespace(**args),
+            "checkpoint_version": 3.0,
+            "iteration": 0 if iteration == "release" else iteration,
+        }.items():
+            writer.folder.name((name,), writer.object(content))
+        if optimizer := self.optimizer:
+            writer.add_optimizer(optimizer, self.request)
+        tracker = OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode())
+        return [*writer.folder.finished(iterations.name_of(iteration)), tracker]
 
-def _arguments(request: Request) -> dict[str, Any]:
-    """The arguments of a run that trains with mixed precision, as Megatron-LM requires of a SwiGLU."""
-    config, args = request.config, request.declared.args
-    half = bool(args.get("fp16")) or (config.get("dtype") or config.get("torch_dtype")) == "float16"
-    return {
-        **stored_args(arguments(request), request.layout, VARIANT),
-        **SHARDED,
-        "no_save_optim": not request.states,
-        "use_distributed_optimizer": True,
-        "params_dtype": dtype("float16" if half else "bfloat16"),
-        "bf16": not half,
-        "fp16": half,
-    }
+    def _stored_arguments(self) -> dict[str, Any]:
+        """The arguments of a run that trains with mixed precision, as Megatron-LM requires of a SwiGLU."""
+        config, args = self.request.config, self.request.declared.args
+        half = bool(args.get("fp16")) or (config.get("dtype") or config.get("torch_dtype")) == "float16"
+        return {
+            **stored_args(self.arguments, self.request.layout, VARIANT),
+            **SHARDED,
+            "no_save_optim": not self.request.states,
+            "use_distributed_optimizer": True,
+            "params_dtype": dtype("float16" if half else "bfloat16"),
+            "bf16": not half,
+            "fp16": half,
+        }
+
+    def notes(self) -> list[str]:
+        """How Megatron-LM and Megatron-Bridge find the checkpoint, besides the notes of all Megatron targets."""
+        return [*super().notes(), LOADED]
+
+    def load_with(self) -> list[str]:
+        """The flags to load the checkpoint with Megatron-LM, in addition to `--load`."""
+        flags = super().load_with()
+        strategy = str(SHARDED["data_parallel_sharding_strategy"])
+        fsdp = [
+            "--use-megatron-fsdp",
+            "--data-parallel-sharding-strategy",
+            strategy,
+            "--ckpt-format",
+            VARIANT,
+        ]
+        return [*fsdp, *flags] if flags else []
+
+    @property
+    def _without_optimizer(self) -> Sequence[str]:
+        """Megatron-FSDP looks for an optimizer in a release, too."""
+        return NO_OPTIMIZER
 
 
 Rows = range | None
@@ -142,12 +165,12 @@ Rows = range | None
 class _FolderWriter:
     """Names tensors and objects, and adds them to the folder."""
 
-    def __init__(self, request: Request, args: Mapping[str, Any]) -> None:
+    def __init__(self, request: Request, args: Mapping[str, Any], prefix: str) -> None:
         self.folder = ChunkFolder(request.options.shard_size)
         self._swiglu = bool(args.get("swiglu"))
         self._keys: dict[str, list[str]] = defaultdict(list)
         for transformer_engine in (True, False):
-            states = RankStates(request.tensors, args, Layout(), transformer_engine, below=below(request))
+            states = RankStates(request.tensors, args, Layout(), transformer_engine, below=prefix)
             for key, held in states.state(MegatronRank(0), 0, 0).items():
                 known = self._keys[held.tensor.name]
                 spelled = (key, key.replace("transformer_layer.", "mtp_model_layer."))
@@ -247,20 +270,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def notes(request: Request) -> list[str]:
-    """How Megatron-LM and Megatron-Bridge find the checkpoint, besides the notes of all Megatron targets."""
-    return [*of_megatron.notes(request), LOADED]
-
-
 LOADED = (
     "Megatron-Bridge loads it with CheckpointConfig(load=FOLDER, ckpt_format='fsdp_dtensor'); "
     "pass --strict-fsdp-dtensor-load to Megatron-LM to have it check that nothing is missing"
 )
-
-
-def load_with(request: Request) -> list[str]:
-    """The flags to load the checkpoint with Megatron-LM, in addition to `--load`."""
-    flags = of_megatron.load_with(replace(request, iteration=1))
-    strategy = str(SHARDED["data_parallel_sharding_strategy"])
-    fsdp = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", strategy, "--ckpt-format", VARIANT]
-    return [*fsdp, *flags] if flags else []

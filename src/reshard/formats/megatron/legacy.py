@@ -25,7 +25,6 @@ from reshard.families.dialect import MEGATRON
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import Request
 from reshard.formats.copied_files import CopyFinder
 from reshard.formats.megatron.mcore import (
     BELOW,
@@ -39,7 +38,7 @@ from reshard.formats.megatron.mcore import (
     stored_args,
     unfused,
 )
-from reshard.formats.megatron.megatron_request import arguments, below, iteration_of
+from reshard.formats.megatron.megatron_request import MegatronWriting
 from reshard.formats.megatron.rank_files import (
     LAYOUT_ARGUMENTS,
     STATE_FILE,
@@ -304,40 +303,43 @@ class LegacyReader:
 # ---------------------------------------------------------------------------------------------- writing
 
 
-def lay_out(request: Request) -> list[OutputFile]:
+class LegacyWriting(MegatronWriting):
     """A file for each rank, and the tracker."""
-    tensors, layout = request.tensors, request.layout
-    args, iteration = arguments(request), iteration_of(request)
-    if is_hybrid(args):
-        raise ReshardError(
-            "legacy-mixed-layers-unsupported",
-            "a model of several kinds of layers cannot be written as a legacy checkpoint",
-            rule="a rank's share of a Mamba layer is cut from each of its parts",
-            found=f"hybrid_override_pattern {args['hybrid_override_pattern']}",
-            remedy="write torch_dist: --to megatron",
-        )
-    transformer_engine = args["transformer_impl"] != "local"
-    if transformer_engine and args.get("num_experts"):
-        args = {**args, "moe_grouped_gemm": True}
-    writer = _StateDictWriter(tensors, args, layout, transformer_engine, below(request))
 
-    def content(rank: MegatronRank, first: int) -> dict[str, Any]:
-        own = {"rank": rank.pp * layout.stage_ranks + first}
-        return {
-            "args": Namespace(**stored_args({**args, **own}, layout, "torch")),
-            "checkpoint_version": 3.0,
-            "iteration": 0 if iteration == "release" else iteration,
-            **writer.models(rank, first % layout.etp),
-        }
+    def files(self) -> list[OutputFile]:
+        """A file for each rank, and the tracker."""
+        tensors, layout = self.request.tensors, self.request.layout
+        args, iteration = self.arguments, self.iteration
+        if is_hybrid(args):
+            raise ReshardError(
+                "legacy-mixed-layers-unsupported",
+                "a model of several kinds of layers cannot be written as a legacy checkpoint",
+                rule="a rank's share of a Mamba layer is cut from each of its parts",
+                found=f"hybrid_override_pattern {args['hybrid_override_pattern']}",
+                remedy="write torch_dist: --to megatron",
+            )
+        transformer_engine = args["transformer_impl"] != "local"
+        if transformer_engine and args.get("num_experts"):
+            args = {**args, "moe_grouped_gemm": True}
+        writer = _StateDictWriter(tensors, args, layout, transformer_engine, self.prefix)
 
-    files: list[OutputFile] = []
-    outlines: dict[tuple[Any, ...], FileImage] = {}
-    for (tp, ep), first in sorted(stage_ranks(layout).items()):
-        for rank in (MegatronRank(tp, pp, ep) for pp in range(layout.pp)):
-            file = _LegacyFile(partial(content, rank, first), outlines)
-            path = f"{iterations.name_of(iteration)}/{folder_name(rank, layout)}/{STATE_FILE}"
-            files.append(OutputFile(path, file.outline.size, file, file.literals))
-    return [*files, OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode())]
+        def content(rank: MegatronRank, first: int) -> dict[str, Any]:
+            own = {"rank": rank.pp * layout.stage_ranks + first}
+            return {
+                "args": Namespace(**stored_args({**args, **own}, layout, "torch")),
+                "checkpoint_version": 3.0,
+                "iteration": 0 if iteration == "release" else iteration,
+                **writer.models(rank, first % layout.etp),
+            }
+
+        files: list[OutputFile] = []
+        outlines: dict[tuple[Any, ...], FileImage] = {}
+        for (tp, ep), first in sorted(stage_ranks(layout).items()):
+            for rank in (MegatronRank(tp, pp, ep) for pp in range(layout.pp)):
+                file = _LegacyFile(partial(content, rank, first), outlines)
+                path = f"{iterations.name_of(iteration)}/{folder_name(rank, layout)}/{STATE_FILE}"
+                files.append(OutputFile(path, file.outline.size, file, file.literals))
+        return [*files, OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode())]
 
 
 class _LegacyFile:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from reshard.algebra.dtypes import BY_NAME, dtype
@@ -14,7 +15,7 @@ from reshard.families.rules import MAX_NUMBER
 from reshard.folders import iterations
 from reshard.folders.base_hints import RUN_CONFIG
 from reshard.folders.iterations import Iteration
-from reshard.formats.contract import MASTER_STATE, Request, stateless
+from reshard.formats.contract import MASTER_STATE, Request, Writing, stateless
 from reshard.formats.megatron.mcore import BELOW, padded_vocabulary
 from reshard.formats.megatron.optimizer_states import MegatronOptimizer, is_distributed, new_optimizer
 from reshard.formats.megatron.supported_layouts import check_layout, layout_notes
@@ -23,6 +24,7 @@ from reshard.formats.options import LAYER_SPECS, VOCABULARY_UNIT
 from reshard.transfer.plan import OutputFile
 
 FLOAT32 = BY_NAME["float32"]
+NO_OPTIMIZER = ("--no-load-optim", "--no-load-rng")
 LORA = "megatron.bridge.peft.lora.LoRA"
 
 
@@ -75,137 +77,143 @@ def _vocabulary_unit(request: Request) -> int:
     return request.options.vocab_divisible_by or int(given or VOCABULARY_UNIT)
 
 
-def complete(request: Request) -> Request:
+def _without_needless_masters(request: Request) -> Request:
     """The request without masters for float32 weights, if the optimizer is not distributed: it has none for these."""
     states = dict(request.states)
-    if request.optimizer and states and not is_distributed(request.optimizer):
+    if request.optimizer and MASTER_STATE in states and not is_distributed(request.optimizer):
         halves = {tensor.name for tensor in request.tensors if tensor.dtype != FLOAT32}
         states[MASTER_STATE] = {name: state for name, state in states[MASTER_STATE].items() if name in halves}
     return replace(request, states={state: planned for state, planned in states.items() if planned})
 
 
-def optimizer_of(request: Request) -> MegatronOptimizer | None:
-    """The source's optimizer for this layout, if its states are converted."""
-    if not request.states or not request.optimizer:
-        return None
-    return new_optimizer(
-        request.optimizer,
-        request.states,
-        mixed_precision=request.main_dtype != "float32",
-        expert_parallel=request.layout.ep > 1,
-    )
+class MegatronWriting(Writing):
+    """What all formats of Megatron-Core share: arguments, iteration, the converted optimizer, notes."""
 
+    def __init__(self, request: Request) -> None:
+        super().__init__(_without_needless_masters(request))
 
-def iteration_of(request: Request) -> Iteration:
-    """The iteration of the source, or the step of its optimizer; otherwise a release.
-
-    ms-swift reads any number and nothing else. Megatron-LM and Megatron-Bridge read "release" and numbers above 0, and
-    only from a number an optimizer. Source: `_load_iteration` of ms-swift 4.6; `read_metadata` and `load_checkpoint` of
-    Megatron-LM core_v0.16.1 and of Megatron-Bridge 0.3.1.
-    """
-    step = request.iteration if isinstance(request.iteration, int) else 0
-    if request.states and request.optimizer:
-        step = step or request.optimizer.step or 1
-    return step if step or _is_for_swift(request) else "release"
-
-
-def _is_for_swift(request: Request) -> bool:
-    """Whether ms-swift will load it, with its own names or with those common to all engines."""
-    chosen = request.options.engine
-    return MCORE_BRIDGE in ([chosen] if chosen else [request.dialect, request.engine])
-
-
-def below(request: Request) -> str:
-    """The prefix of the language model's names: empty, unless the model has other parts."""
-    within = request.model.family.within if request.model else None
-    return BELOW if within and within.carried else ""
-
-
-def arguments(request: Request) -> dict[str, Any]:
-    """The `args` of a Megatron checkpoint: those of the model, those of the source's run, and those of the layout."""
-    model, layout, main = request.declared, request.layout, request.main_dtype
-    given = request.options.transformer_impl or model.args.get("transformer_impl")
-    args = {
-        **model.args,
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.virtual,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
-        "context_parallel_size": 1,
-        "data_parallel_size": layout.stage_ranks // layout.tp,
-        "use_tp_pp_dp_mapping": False,
-        "world_size": layout.world_size,
-        "rank": 0,
-        "sequence_parallel": layout.tp > 1 and model.dims.experts > 0,  # experts require it
-        "transformer_impl": given or LAYER_SPECS[0],
-        MODEL_TYPE: model.family.name,
-        "params_dtype": dtype(main),
-        "bf16": main == "bfloat16",
-        "fp16": main == "float16",
-    }
-    # Engines build the model from the config, and expect the layers as they spell it, whatever the source's run said.
-    if isinstance(spelled := model.family.config.to_args(model.text).get("moe_layer_freq"), list):
-        args["moe_layer_freq"] = spelled
-    args.pop(COMPUTED_BY, None)
-    if not request.is_of_megatron_core:
-        args[COMPUTED_BY] = request.dialect
-    if _is_for_swift(request) and not request.states:  # otherwise it looks for them
-        args |= {"no_save_optim": True, "no_save_rng": True}
-    if request.adapter is None:
-        args["padded_vocab_size"] = model.dims.padded_vocab
-        args["make_vocab_size_divisible_by"] = _vocabulary_unit(request)
-    if optimizer := optimizer_of(request):
-        args["use_distributed_optimizer"] = optimizer.is_distributed
-    return args
-
-
-def load_with(request: Request) -> list[str]:
-    """The flags to load the checkpoint with Megatron-LM, in addition to `--load`."""
-    if request.adapter is not None or not request.is_of_megatron_core:
-        return []
-    optimizer = optimizer_of(request)
-    flags = [] if iteration_of(request) == "release" else ["--no-load-optim", "--no-load-rng"]
-    if optimizer:
-        flags = [*optimizer.load_with]
-    return ["--use-checkpoint-args", *flags, *flags_not_restored(arguments(request))]
-
-
-def notes(request: Request) -> list[str]:
-    """Notes on what the engine computes differently, and what the layout requires."""
-    model, layout = request.declared, request.layout
-    found = layout_notes(model, layout)
-    if request.adapter is not None:
-        return found
-    if not request.is_of_megatron_core:
-        is_mcores = model.family.computed_by == MCORE
-        why = "stores it otherwise: --engine mcore" if is_mcores else "has no such model"
-        found.append(
-            f"the checkpoint is for {ENGINE_TITLES[request.dialect]}; megatron-core's own GPTModel {why}"
+    @cached_property
+    def optimizer(self) -> MegatronOptimizer | None:
+        """The source's optimizer for this layout, if its states are converted."""
+        if not self.request.states or not self.request.optimizer:
+            return None
+        return new_optimizer(
+            self.request.optimizer,
+            self.request.states,
+            mixed_precision=self.request.main_dtype != "float32",
+            expert_parallel=self.request.layout.ep > 1,
         )
-    if model.dims.kv_lora and not model.dims.q_lora:
-        found.append("load it with megatron-core 0.18 or earlier: 0.19 adds a norm before linear_q_proj")
-    found += [*model.family.config.notices(model.text), *stateless(request)]
-    if layout.stages and not request.options.layout.stages:
-        found.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")
-    return found
 
+    @cached_property
+    def iteration(self) -> Iteration:
+        """The iteration of the source, or the step of its optimizer; otherwise a release.
 
-def run_config(request: Request, settings: Mapping[str, Any]) -> OutputFile:
-    """The file that Megatron-Bridge reads to resume: the layout, what was saved, and the adapter's settings."""
-    from reshard.base.plain_yaml import to_yaml  # only needed here
+        ms-swift reads any number and nothing else. Megatron-LM and Megatron-Bridge read "release" and numbers above 0,
+        and only from a number an optimizer. Source: `_load_iteration` of ms-swift 4.6; `read_metadata` and
+        `load_checkpoint` of Megatron-LM core_v0.16.1 and of Megatron-Bridge 0.3.1.
+        """
+        step = self.request.iteration if isinstance(self.request.iteration, int) else 0
+        if self.request.states and self.request.optimizer:
+            step = step or self.request.optimizer.step or 1
+        return step if step or self._is_for_swift else "release"
 
-    layout = request.layout
-    content = {
-        "model": {
+    @property
+    def _is_for_swift(self) -> bool:
+        """Whether ms-swift will load it, with its own names or with those common to all engines."""
+        chosen = self.request.options.engine
+        return MCORE_BRIDGE in ([chosen] if chosen else [self.request.dialect, self.request.engine])
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of the language model's names: empty, unless the model has other parts."""
+        within = self.request.model.family.within if self.request.model else None
+        return BELOW if within and within.carried else ""
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The `args` of a checkpoint: those of the model, those of the source's run, and those of the layout."""
+        model, layout, main = self.request.declared, self.request.layout, self.request.main_dtype
+        given = self.request.options.transformer_impl or model.args.get("transformer_impl")
+        args = {
+            **model.args,
             "tensor_model_parallel_size": layout.tp,
             "pipeline_model_parallel_size": layout.pp,
             "virtual_pipeline_model_parallel_size": layout.virtual,
             "expert_model_parallel_size": layout.ep,
-            "hf_model_id": str(request.options.base_path),
-        },
-        "checkpoint": {"save_optim": False, "save_rng": False, "fully_parallel_save": False},
-        "peft": {"_target_": LORA, **settings},
-    }
-    path = f"{iterations.name_of(iteration_of(request))}/{RUN_CONFIG}"
-    return OutputFile.of_bytes(path, to_yaml(content))
+            "expert_tensor_parallel_size": layout.etp,
+            "context_parallel_size": 1,
+            "data_parallel_size": layout.stage_ranks // layout.tp,
+            "use_tp_pp_dp_mapping": False,
+            "world_size": layout.world_size,
+            "rank": 0,
+            "sequence_parallel": layout.tp > 1 and model.dims.experts > 0,  # experts require it
+            "transformer_impl": given or LAYER_SPECS[0],
+            MODEL_TYPE: model.family.name,
+            "params_dtype": dtype(main),
+            "bf16": main == "bfloat16",
+            "fp16": main == "float16",
+        }
+        # Engines build the model from the config, and expect the layers as they spell it, whatever the run said.
+        if isinstance(spelled := model.family.config.to_args(model.text).get("moe_layer_freq"), list):
+            args["moe_layer_freq"] = spelled
+        args.pop(COMPUTED_BY, None)
+        if not self.request.is_of_megatron_core:
+            args[COMPUTED_BY] = self.request.dialect
+        if self._is_for_swift and not self.request.states:  # otherwise it looks for them
+            args |= {"no_save_optim": True, "no_save_rng": True}
+        if self.request.adapter is None:
+            args["padded_vocab_size"] = model.dims.padded_vocab
+            args["make_vocab_size_divisible_by"] = _vocabulary_unit(self.request)
+        if optimizer := self.optimizer:
+            args["use_distributed_optimizer"] = optimizer.is_distributed
+        return args
+
+    def load_with(self) -> list[str]:
+        """The flags to load the checkpoint with Megatron-LM, in addition to `--load`."""
+        if self.request.adapter is not None or not self.request.is_of_megatron_core:
+            return []
+        flags = self.optimizer.load_with if self.optimizer else self._without_optimizer
+        return ["--use-checkpoint-args", *flags, *flags_not_restored(self.arguments)]
+
+    @property
+    def _without_optimizer(self) -> Sequence[str]:
+        """The flags without which Megatron-LM would look for an optimizer in an iteration; a release has none."""
+        return () if self.iteration == "release" else NO_OPTIMIZER
+
+    def notes(self) -> list[str]:
+        """Notes on what the engine computes differently, and what the layout requires."""
+        model, layout = self.request.declared, self.request.layout
+        found = layout_notes(model, layout)
+        if self.request.adapter is not None:
+            return found
+        if not self.request.is_of_megatron_core:
+            is_mcores = model.family.computed_by == MCORE
+            why = "stores it otherwise: --engine mcore" if is_mcores else "has no such model"
+            found.append(
+                f"the checkpoint is for {ENGINE_TITLES[self.request.dialect]}; megatron-core's own GPTModel {why}"
+            )
+        if model.dims.kv_lora and not model.dims.q_lora:
+            found.append("load it with megatron-core 0.18 or earlier: 0.19 adds a norm before linear_q_proj")
+        found += [*model.family.config.notices(model.text), *stateless(self.request)]
+        if layout.stages and not self.request.options.layout.stages:
+            found.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")
+        return found
+
+    def run_config(self, settings: Mapping[str, Any]) -> OutputFile:
+        """The file that Megatron-Bridge reads to resume: the layout, what was saved, and the adapter's settings."""
+        from reshard.base.plain_yaml import to_yaml  # only needed here
+
+        layout = self.request.layout
+        content = {
+            "model": {
+                "tensor_model_parallel_size": layout.tp,
+                "pipeline_model_parallel_size": layout.pp,
+                "virtual_pipeline_model_parallel_size": layout.virtual,
+                "expert_model_parallel_size": layout.ep,
+                "hf_model_id": str(self.request.options.base_path),
+            },
+            "checkpoint": {"save_optim": False, "save_rng": False, "fully_parallel_save": False},
+            "peft": {"_target_": LORA, **settings},
+        }
+        path = f"{iterations.name_of(self.iteration)}/{RUN_CONFIG}"
+        return OutputFile.of_bytes(path, to_yaml(content))

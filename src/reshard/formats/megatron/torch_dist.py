@@ -32,7 +32,6 @@ from reshard.containers.torchfiles.write import image_bytes, layout_torch_file
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import Request
 from reshard.formats.copied_files import explained
 from reshard.formats.megatron import fsdp_dtensor
 from reshard.formats.megatron.common_state import ReadChunk, is_torch_dcp, read_common, respelled
@@ -51,7 +50,7 @@ from reshard.formats.megatron.mcore import (
     split_of,
     stored_args,
 )
-from reshard.formats.megatron.megatron_request import arguments, below, iteration_of, optimizer_of, run_config
+from reshard.formats.megatron.megatron_request import MegatronWriting
 from reshard.formats.megatron.optimizer_states import NUMBERED_STATES, MegatronOptimizer, torch_file
 from reshard.formats.megatron.rank_seeds import exchanged
 from reshard.formats.megatron.stacked_keys import SavedIteration, checkpoint_of, not_a_weight, unprefixed
@@ -245,55 +244,58 @@ class _TorchDistWriter:
         return self.files[number]
 
 
-def lay_out(request: Request) -> list[OutputFile]:
-    """The files of one iteration and the tracker that names it."""
-    tensors, layout = request.tensors, request.layout
-    args, iteration = arguments(request), iteration_of(request)
-    transformer_engine, optimizer = args["transformer_impl"] != "local", optimizer_of(request)
-    places = {tensor.name: place_of(tensor.name) for tensor in tensors}
-    hybrid = is_hybrid(args)
-    # Megatron-Core stacks layers only if they are all of one kind.
-    kinds = ("moe_layer_freq", "linear_attention_freq")
-    stacked = not hybrid and all(args.get(kind) in (None, 1) for kind in kinds)
-    writer = _TorchDistWriter(
-        layout,
-        int(args["num_layers"]),
-        int(args.get("num_experts") or 0),
-        LayerSpelling(places.values(), transformer_engine=transformer_engine, torch_dist=True),
-        stacked,
-        below(request),
-        is_gated(args),
-        places,
-    )
-    for tensor in tensors:
-        place = places[tensor.name]
-        writer.add(tensor, tensor.name)
-        for module in _with_extra_state(place, writer.spelling, hybrid):
-            layers = tensor.shape[0] if module.startswith(STACKED_BESIDE) else 1
-            writer.add_extra_state(place._replace(module=module), layers)
-    for prefix, states in optimizer.keyed().items() if optimizer else ():
-        for name, state in states.items():
-            writer.add(state, name, prefix)
-    if optimizer:
-        writer.refuse_gaps()
-    if writer.problems:
-        raise ReshardError(writer.problems)
-    folder = iterations.name_of(iteration)
-    files = [file.finished(folder) for _, file in sorted(writer.files.items())]
-    metadata = {
-        "sharded_backend": "torch_dist",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
-        "common_backend_version": 1,
-    }
-    return [
-        *files,
-        OutputFile.of_bytes(f"{folder}/.metadata", write_metadata(writer.metadata)),
-        OutputFile.of_bytes(f"{folder}/metadata.json", json.dumps(metadata).encode()),
-        torch_file(f"{folder}/common.pt", _common_content(args, layout, iteration, optimizer, stacked)),
-        OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode()),
-        *([] if request.adapter is None else [run_config(request, request.adapter)]),
-    ]
+class TorchDistWriting(MegatronWriting):
+    """One iteration in torch_dist, and the tracker that names it."""
+
+    def files(self) -> list[OutputFile]:
+        """The files of one iteration and the tracker that names it."""
+        tensors, layout = self.request.tensors, self.request.layout
+        args, iteration = self.arguments, self.iteration
+        transformer_engine, optimizer = args["transformer_impl"] != "local", self.optimizer
+        places = {tensor.name: place_of(tensor.name) for tensor in tensors}
+        hybrid = is_hybrid(args)
+        # Megatron-Core stacks layers only if they are all of one kind.
+        kinds = ("moe_layer_freq", "linear_attention_freq")
+        stacked = not hybrid and all(args.get(kind) in (None, 1) for kind in kinds)
+        writer = _TorchDistWriter(
+            layout,
+            int(args["num_layers"]),
+            int(args.get("num_experts") or 0),
+            LayerSpelling(places.values(), transformer_engine=transformer_engine, torch_dist=True),
+            stacked,
+            self.prefix,
+            is_gated(args),
+            places,
+        )
+        for tensor in tensors:
+            place = places[tensor.name]
+            writer.add(tensor, tensor.name)
+            for module in _with_extra_state(place, writer.spelling, hybrid):
+                layers = tensor.shape[0] if module.startswith(STACKED_BESIDE) else 1
+                writer.add_extra_state(place._replace(module=module), layers)
+        for prefix, states in optimizer.keyed().items() if optimizer else ():
+            for name, state in states.items():
+                writer.add(state, name, prefix)
+        if optimizer:
+            writer.refuse_gaps()
+        if writer.problems:
+            raise ReshardError(writer.problems)
+        folder = iterations.name_of(iteration)
+        files = [file.finished(folder) for _, file in sorted(writer.files.items())]
+        metadata = {
+            "sharded_backend": "torch_dist",
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+        return [
+            *files,
+            OutputFile.of_bytes(f"{folder}/.metadata", write_metadata(writer.metadata)),
+            OutputFile.of_bytes(f"{folder}/metadata.json", json.dumps(metadata).encode()),
+            torch_file(f"{folder}/common.pt", _common_content(args, layout, iteration, optimizer, stacked)),
+            OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode()),
+            *([] if self.request.adapter is None else [self.run_config(self.request.adapter)]),
+        ]
 
 
 def _common_content(

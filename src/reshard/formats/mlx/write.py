@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from reshard.algebra.dtypes import dtype
+from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError, listed
 from reshard.families.dialects import mlx
 from reshard.families.renaming import Renaming
 from reshard.formats import huggingface
-from reshard.formats.contract import Request, Target
+from reshard.formats.contract import Naming, Request, StoredDtypes, Target, Writing
 from reshard.formats.mlx.folder import FLOAT_DTYPES, NAME, unknown_model
 from reshard.formats.mlx.quantization_modes import AFFINE, BITS, GROUPS, USUAL_GROUP, ModeSettings
 from reshard.formats.mlx.quantized_weights import AffineItems, affine
@@ -60,32 +60,68 @@ def leaves_out(request: Request, name: str) -> str | None:
     return _naming(request).leaves_out(name, request.config)
 
 
-def complete(request: Request) -> Request:
-    """The request in one dtype, without the settings of what mlx-lm does not keep, and quantized, if requested."""
-    naming = _naming(request)
-    request = _in_one_dtype(naming, request)
-    if mlx.REMOVED_VISION in naming.left:
-        config = {key: value for key, value in request.config.items() if key != "vision_config"}
-        request = replace(request, config=config)
-    return _quantized(naming, request) if request.options.quantize else request
+class MlxWriting(Writing):
+    """A folder of mlx-lm: in one dtype, without the settings of what it does not keep, quantized on request."""
+
+    def __init__(self, request: Request) -> None:
+        naming = self._naming = _naming(request)
+        self._recast = _other_dtypes(naming, request)
+        main = dtype(request.main_dtype)
+        tensors = [
+            each._replace(dtype=main) if each.name in self._recast else each for each in request.tensors
+        ]
+        request = replace(request, tensors=tensors)
+        if mlx.REMOVED_VISION in naming.left:
+            config = {key: value for key, value in request.config.items() if key != "vision_config"}
+            request = replace(request, config=config)
+        super().__init__(_quantized(naming, request) if request.options.quantize else request)
+
+    def files(self) -> list[OutputFile]:
+        """The weight files of a folder, with an index, as mlx-lm always writes one."""
+        return huggingface.laid_out(self.request, {"format": "mlx"}, indexed=True)
+
+    @property
+    def memory(self) -> MemoryNeed:
+        """The memory that computing quantized weights takes."""
+        if not self.request.options.quantize:
+            return NO_NEED
+        settings = METHODS[self.request.options.quantize]
+        nothing = Tensor(self.request.tensors[0].dtype, View((0,), ()))
+        sources = (AffineItems("", nothing, each) for each in (settings, FINER_SETTINGS))
+        return MemoryNeed(max(source.room(source.few) for source in sources) + (1 << 20), None)
+
+    def notes(self) -> list[str]:
+        """What mlx-lm casts, rounds and quantizes."""
+        request, notes = self.request, []
+        if self._recast:
+            stored = ", ".join(sorted({each.name for each in self._recast.values()}))
+            cast = f"stored in {request.main_dtype} instead of {stored}, as mlx-lm casts them"
+            notes.append(f"{listed(list(self._recast), 1)}: {cast}")
+        if self._naming.is_rounded:
+            notes.append("zero-centred norms are stored plus one, rounded as mlx-lm rounds them")
+        if request.quantization:
+            count = sum(tensor.name.endswith(".scales") for tensor in request.tensors)
+            own = sum(isinstance(each, Mapping) for each in request.quantization.values())
+            finer = f", {own} of them in {FINER_SETTINGS.bits} bits, as mlx-lm does it" if own else ""
+            notes.append(f"{count} weights are quantized: {METHODS[str(request.options.quantize)]}{finer}")
+        return notes
+
+    def afterwards(self) -> Iterator[OutputCommand]:
+        """How to use the output."""
+        words: tuple[Any, ...] = ("mlx_lm.generate", "--model", PurePath(), "--prompt", "Hello")
+        yield OutputCommand("on Apple silicon", words)
 
 
-def _in_one_dtype(naming: mlx.MlxNaming, request: Request) -> Request:
-    """The request with all tensors in the dtype of most, as mlx-lm casts them; `inside` are notes on it."""
+def _other_dtypes(naming: mlx.MlxNaming, request: Request) -> dict[str, DType]:
+    """The tensors in another dtype than most, in which mlx-lm casts them, by name."""
     main = dtype(request.main_dtype)
-    others = {
+    return {
         tensor.name: tensor.dtype
         for tensor in request.tensors
         if castable(tensor.dtype)
         and tensor.dtype != main
         and not tensor.name.endswith(naming.exact or NO_ENDING)
     }
-    tensors = [tensor._replace(dtype=main) if tensor.name in others else tensor for tensor in request.tensors]
-    told = [
-        f"{listed(list(others), 1)}: stored in {main} instead of "
-        f"{', '.join(sorted({each.name for each in others.values()}))}, as mlx-lm casts them"
-    ]
-    return replace(request, tensors=tensors, inside=told if others else [])
 
 
 def _quantized(naming: mlx.MlxNaming, request: Request) -> Request:
@@ -156,49 +192,9 @@ def _compiled(tensor: Planned, settings: ModeSettings, part: str) -> View:
     return affine(tensor.name, Tensor(tensor.dtype, tensor.source()), settings)[part].view
 
 
-def need(request: Request) -> MemoryNeed:
-    """The memory that computing quantized weights takes."""
-    if not request.options.quantize:
-        return NO_NEED
-    settings = METHODS[request.options.quantize]
-    nothing = Tensor(request.tensors[0].dtype, View((0,), ()))
-    sources = (AffineItems("", nothing, each) for each in (settings, FINER_SETTINGS))
-    return MemoryNeed(max(source.room(source.few) for source in sources) + (1 << 20), None)
-
-
-def notes(request: Request) -> list[str]:
-    """What users should know."""
-    naming, told = _naming(request), list(request.inside)
-    if naming.is_rounded:
-        told.append("zero-centred norms are stored plus one, rounded as mlx-lm rounds them")
-    if request.quantization:
-        count = sum(tensor.name.endswith(".scales") for tensor in request.tensors)
-        own = sum(isinstance(each, Mapping) for each in request.quantization.values())
-        finer = f", {own} of them in {FINER_SETTINGS.bits} bits, as mlx-lm does it" if own else ""
-        told.append(f"{count} weights are quantized: {METHODS[str(request.options.quantize)]}{finer}")
-    return told
-
-
-def lay_out(request: Request) -> list[OutputFile]:
-    """The weight files of a folder, with an index, as mlx-lm always writes one."""
-    return huggingface.laid_out(request, {"format": "mlx"}, indexed=True)
-
-
-def afterwards(request: Request) -> Iterator[OutputCommand]:
-    """How to use the output."""
-    words: tuple[Any, ...] = ("mlx_lm.generate", "--model", PurePath(), "--prompt", "Hello")
-    yield OutputCommand("on Apple silicon", words)
-
-
 TARGET = Target(
-    lay_out,
-    (NAME,),
-    quantizes=tuple(METHODS),
-    renames=renames,
-    leaves_out=leaves_out,
+    MlxWriting,
+    Naming((NAME,), renames, leaves_out),
+    dtypes=StoredDtypes(quantizes=tuple(METHODS)),
     fit=fit,
-    complete=complete,
-    notes=notes,
-    need=need,
-    afterwards=afterwards,
 )

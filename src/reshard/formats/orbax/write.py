@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from reshard.algebra.views import View
 from reshard.base.plain_json import to_json
 from reshard.families.dialects.maxtext import HEAD, MAXTEXT
-from reshard.formats.contract import Request, Target
+from reshard.formats.contract import Naming, Request, Target, Writing
 from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.formats.orbax.folder import UNSCANNED
 from reshard.formats.orbax.layer_names import LayerPosition, place_of
@@ -61,33 +61,45 @@ def leaves_out(request: Request, name: str) -> str | None:
     return "layers for multi-token prediction" if is_beyond else None
 
 
-def lay_out(request: Request, *, scanned: bool) -> list[OutputFile]:
-    """The files of the container, in the folder of its step."""
-    step = _step(request)
-    arrays = list(_arrays(request, scanned=scanned))
-    folder = f"{step}/{ITEM}"
-    files = [file for array in arrays for file in _files(folder, array)]
-    marks = {"item_handlers": HANDLER, "metrics": {}, "performance_metrics": {}, "custom_metadata": {}}
-    times = {"init_timestamp_nsecs": 0, "commit_timestamp_nsecs": 0}
-    of_step = {**marks, **times, "item_handlers": {ITEM: HANDLER}}
-    return [
-        OutputFile.of_bytes(f"{step}/_CHECKPOINT_METADATA", to_json(of_step)),
-        OutputFile.of_bytes(f"{folder}/_CHECKPOINT_METADATA", to_json({**marks, **times})),
-        OutputFile.of_bytes(f"{folder}/_METADATA", to_json(_metadata(arrays))),
-        *files,
-    ]
+class OrbaxWriting(Writing):
+    """The container of a step; `scanned` says that all layers are in one array."""
 
+    def __init__(self, request: Request, *, scanned: bool) -> None:
+        super().__init__(request)
+        self._scanned = scanned
 
-def notes(request: Request, *, scanned: bool) -> list[str]:
-    """What users should know."""
-    settings = f"scan_layers={str(scanned).lower()} vocab_size={request.declared.dims.padded_vocab}"
-    told = [f"MaxText loads it with load_parameters_path=OUTPUT/{_step(request)}/{ITEM} {settings}"]
-    if scanned:
-        told.append(f"all layers are in one array, MaxText's default; --to {UNSCANNED} writes one for each")
-    divided = ("llama", "mixtral", "gemma2", "gemma3_text")
-    if request.declared.family.name in divided:
-        told.append("MaxText stores some weights multiplied: they are rounded as its to_maxtext rounds them")
-    return told
+    def files(self) -> list[OutputFile]:
+        """The files of the container, in the folder of its step."""
+        step = _step(self.request)
+        arrays = list(_arrays(self.request, scanned=self._scanned))
+        folder = f"{step}/{ITEM}"
+        files = [file for array in arrays for file in _files(folder, array)]
+        marks = {"item_handlers": HANDLER, "metrics": {}, "performance_metrics": {}, "custom_metadata": {}}
+        times = {"init_timestamp_nsecs": 0, "commit_timestamp_nsecs": 0}
+        of_step = {**marks, **times, "item_handlers": {ITEM: HANDLER}}
+        return [
+            OutputFile.of_bytes(f"{step}/_CHECKPOINT_METADATA", to_json(of_step)),
+            OutputFile.of_bytes(f"{folder}/_CHECKPOINT_METADATA", to_json({**marks, **times})),
+            OutputFile.of_bytes(f"{folder}/_METADATA", to_json(_metadata(arrays))),
+            *files,
+        ]
+
+    def notes(self) -> list[str]:
+        """What users should know."""
+        settings = (
+            f"scan_layers={str(self._scanned).lower()} vocab_size={self.request.declared.dims.padded_vocab}"
+        )
+        told = [f"MaxText loads it with load_parameters_path=OUTPUT/{_step(self.request)}/{ITEM} {settings}"]
+        if self._scanned:
+            told.append(
+                f"all layers are in one array, MaxText's default; --to {UNSCANNED} writes one for each"
+            )
+        divided = ("llama", "mixtral", "gemma2", "gemma3_text")
+        if self.request.declared.family.name in divided:
+            told.append(
+                "MaxText stores some weights multiplied: they are rounded as its to_maxtext rounds them"
+            )
+        return told
 
 
 def _step(request: Request) -> int:
@@ -125,11 +137,9 @@ def _turned(tensor: Planned) -> Planned:
 def target(*, scanned: bool) -> Target:
     """How it is written, with one array for all layers, or one for each."""
     return Target(
-        partial(lay_out, scanned=scanned),
-        names=(MAXTEXT.name,),
+        partial(OrbaxWriting, scanned=scanned),
+        Naming((MAXTEXT.name,), leaves_out=leaves_out),
         fit=fit,
-        leaves_out=leaves_out,
-        notes=partial(notes, scanned=scanned),
         judges_model=False,
     )
 

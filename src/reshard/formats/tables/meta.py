@@ -31,7 +31,7 @@ from reshard.folders.companions import read_object
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import Format, Request, Target
+from reshard.formats.contract import Format, Naming, Ranks, Request, Target, Writing
 from reshard.formats.copied_files import same_bytes
 from reshard.formats.internlm.tensor_names import place_of, split_of
 from reshard.formats.internlm.write import rank_file, shares
@@ -261,23 +261,6 @@ def _unlike(dims: Dims, config: Mapping[str, Any]) -> Iterator[Problem]:
         )
 
 
-def complete(request: Request) -> Request:
-    """The request with a tied head as a tensor of its own: Meta's code always has one."""
-    table = next(tensor for tensor in request.tensors if tensor.name == EMBEDDING)
-    head = [table._replace(name=HEAD)] if request.tied else []
-    return replace(request, tensors=[*request.tensors, *head])
-
-
-def lay_out(request: Request) -> list[OutputFile]:
-    """A file for each rank, and params.json."""
-    ranks = request.layout.tp
-    held = [(tensor.name, tensor) for tensor in request.tensors]
-    is_llama_2 = request.declared.dims.vocab < LLAMA_3 and not request.tied
-    split = partial(_split_of, by_columns=is_llama_2)
-    files = [rank_file(f"consolidated.{rank:02d}.pth", held, split, rank, ranks) for rank in range(ranks)]
-    return [*files, OutputFile.of_bytes(PARAMS_FILE, to_json(_new_params(request)))]
-
-
 def _new_params(request: Request) -> dict[str, Any]:
     dims, config = request.declared.dims, request.config
     rope = rope_parameters(config)
@@ -309,12 +292,31 @@ def _width_of(hidden: int, multiple: int, factor: float | None) -> int:
     return multiple * -(-width // multiple)
 
 
-def notes(request: Request) -> list[str]:
-    """What users should know of what Meta's code computes."""
-    factor = rope_parameters(request.config).get("factor", 8)
-    return (
-        [f"Meta's code scales the rope by 8, and not by the {factor:g} of config.json"] if factor != 8 else []
-    )
+class MetaWriting(Writing):
+    """A file for each rank, and params.json. A tied head is a tensor of its own: Meta's code always has one."""
+
+    def __init__(self, request: Request) -> None:
+        table = next(tensor for tensor in request.tensors if tensor.name == EMBEDDING)
+        head = [table._replace(name=HEAD)] if request.tied else []
+        super().__init__(replace(request, tensors=[*request.tensors, *head]))
+
+    def files(self) -> list[OutputFile]:
+        """A file for each rank, and params.json."""
+        ranks = self.request.layout.tp
+        held = [(tensor.name, tensor) for tensor in self.request.tensors]
+        is_llama_2 = self.request.declared.dims.vocab < LLAMA_3 and not self.request.tied
+        split = partial(_split_of, by_columns=is_llama_2)
+        files = [rank_file(f"consolidated.{rank:02d}.pth", held, split, rank, ranks) for rank in range(ranks)]
+        return [*files, OutputFile.of_bytes(PARAMS_FILE, to_json(_new_params(self.request)))]
+
+    def notes(self) -> list[str]:
+        """What users should know of what Meta's code computes."""
+        factor = rope_parameters(self.request.config).get("factor", 8)
+        return (
+            [f"Meta's code scales the rope by 8, and not by the {factor:g} of config.json"]
+            if factor != 8
+            else []
+        )
 
 
 FORMAT = Format(
@@ -322,7 +324,7 @@ FORMAT = Format(
     "Meta's own Llama files, one for each rank (consolidated.*.pth)",
     detect,
     open_checkpoint,
-    Target(lay_out, names=(META_DIALECT.name,), layout=("tp",), fit=fit, complete=complete, notes=notes),
+    Target(MetaWriting, Naming((META_DIALECT.name,)), Ranks(("tp",)), fit=fit),
     aliases=("llama", "consolidated"),
     parts=("checklist.chk", "consolidated.*.pth"),
     files=("consolidated.00.pth", PARAMS_FILE),

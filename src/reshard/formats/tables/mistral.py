@@ -18,7 +18,7 @@ from reshard.folders.companions import CONFIG, read_object
 from reshard.folders.iterations import Iteration
 from reshard.formats import apply_renamings, foreign, huggingface, weight_files
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import Format, Request, Target
+from reshard.formats.contract import Format, Naming, Request, Target, Writing
 from reshard.formats.tables import mistral_params
 from reshard.formats.tables.unknown_tensors import refuse_misfits
 from reshard.stores import open_file
@@ -137,13 +137,18 @@ def fit(request: Request) -> Request:
     return request
 
 
-def lay_out(request: Request) -> list[OutputFile]:
+class MistralWriting(Writing):
     """The weights, which mistral_inference reads from one file only, and what describes them."""
-    params = mistral_params.params_of(request.config, [tensor.name for tensor in request.tensors])
-    return [
-        safetensors.output_file(SINGLE, request.tensors),
-        OutputFile.of_bytes(mistral_params.PARAMS_FILE, to_json(params)),
-    ]
+
+    def files(self) -> list[OutputFile]:
+        """The weights, which mistral_inference reads from one file only, and what describes them."""
+        params = mistral_params.params_of(
+            self.request.config, [tensor.name for tensor in self.request.tensors]
+        )
+        return [
+            safetensors.output_file(SINGLE, self.request.tensors),
+            OutputFile.of_bytes(mistral_params.PARAMS_FILE, to_json(params)),
+        ]
 
 
 FORMAT = Format(
@@ -151,7 +156,7 @@ FORMAT = Format(
     "consolidated.safetensors and params.json of Mistral's own code, as vLLM and mistral_inference read them",
     detect,
     open_checkpoint,
-    Target(lay_out, (NAME,), renames=mistral.renames, fit=fit),
+    Target(MistralWriting, Naming((NAME,), mistral.renames), fit=fit),
     aliases=("mistral-inference",),
     parts=(mistral_params.PARAMS_FILE, INDEX),
     files=(SINGLE, OLD, mistral_params.PARAMS_FILE),

@@ -1,0 +1,116 @@
+"""What is converted, and to which format: the first stage of planning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from reshard.adapters import kind_of
+from reshard.base.errors import ReshardError
+from reshard.base.options import options_of
+from reshard.folders import companions
+from reshard.folders.base_hints import BASE, find_hints
+from reshard.formats import huggingface, peft, writable, written
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import CheckpointKind, Format
+from reshard.formats.options import ConversionOptions
+from reshard.planning import averaged_source, merged_source
+from reshard.planning.averaged_source import HubTensorsOf
+
+
+@dataclass(frozen=True)
+class ConversionSource:
+    """A checkpoint, averaged or with its adapter merged, and what becomes of it.
+
+    `options` are those that are left: a base whose weights were merged is not among them, a hinted base is.
+    """
+
+    checkpoint: Checkpoint
+    kind: CheckpointKind
+    format: Format
+    options: ConversionOptions
+
+
+def conversion_source(
+    path: Path, checkpoint: Checkpoint, options: ConversionOptions, hub_tensors_of: HubTensorsOf
+) -> ConversionSource:
+    """The source of a conversion. `hub_tensors_of` plans the other checkpoints of an average.
+
+    Raises ReshardError for a checkpoint with problems, for an adapter that does not fit its base, and if there is
+    nothing to do.
+    """
+    if options.average:
+        checkpoint = averaged_source.averaged_source(checkpoint, options, hub_tensors_of)
+    if checkpoint.problems:
+        raise ReshardError(checkpoint.problems)
+    kind = CheckpointKind.MODEL if options.state_dict else kind_of(checkpoint)
+    if kind is CheckpointKind.FUSED_ADAPTER:
+        checkpoint, kind = merged_source.hub_adapter(checkpoint, options), CheckpointKind.ADAPTER
+    if options.merge:
+        _refuse_nothing_to_merge(checkpoint, kind)
+        checkpoint, options = merged_source.merged_source(checkpoint, options)
+        kind = CheckpointKind.MODEL
+    format = _format(path, checkpoint, kind, options)
+    return _with_hinted_base(ConversionSource(checkpoint, kind, format, options))
+
+
+def formats_for(kind: CheckpointKind) -> list[str]:
+    """The names of the formats that can store a kind of checkpoint."""
+    return [name for name, target in written().items() if kind in target.holds]
+
+
+def _refuse_nothing_to_merge(checkpoint: Checkpoint, kind: CheckpointKind) -> None:
+    if kind is CheckpointKind.MODEL:
+        raise ReshardError(
+            "merge-without-adapter",
+            "no adapter to merge",
+            file=str(checkpoint.path),
+            expected="lora_A and lora_B among the tensors",
+            remedy="leave out --merge, or pass an adapter as the source",
+        )
+
+
+def _format(path: Path, checkpoint: Checkpoint, kind: CheckpointKind, options: ConversionOptions) -> Format:
+    """The requested format. By default, an adapter stays an adapter, and a model becomes a Hugging Face folder."""
+    if options.to:
+        return writable(options.to)
+    if kind is CheckpointKind.ADAPTER:
+        return peft.FORMAT
+    if checkpoint.format == huggingface.NAME and path.is_dir() and not _changes_anything(options):
+        raise ReshardError(
+            "source-already-hugging-face",
+            "the source is already a Hugging Face folder",
+            file=str(path),
+            remedy="add what should change (--dtype, --quantize, --max-shard-size), "
+            f"or choose another format: --to {', --to '.join(formats_for(kind))}",
+        )
+    return huggingface.FORMAT
+
+
+def _changes_anything(options: ConversionOptions) -> bool:
+    """Whether the options ask for another output than a copy of the source; how it is read changes nothing."""
+    plain = {each.name: each.default for each in options_of(ConversionOptions) if each.about.only_reads}
+    return replace(options, **plain, beside={}).meant != ConversionOptions().meant
+
+
+def _with_hinted_base(source: ConversionSource) -> ConversionSource:
+    """If config or tokenizer is missing, use the base that another tool recorded, if it exists.
+
+    `resolve` then checks that its config belongs to these weights.
+    """
+    checkpoint, options = source.checkpoint, source.options
+    if options.state_dict:
+        return source
+    there = companions.find_companions(checkpoint.sources, *checkpoint.folders)
+    if options.base_path or (there.config and (there.has_tokenizer or options.no_tokenizer)):
+        return source
+    notes = list(checkpoint.notes)
+    base = None
+    for hint in find_hints([checkpoint.path, checkpoint.root], checkpoint.sources, checkpoint.args):
+        if hint.kind == BASE:
+            notes.append(str(hint))
+            if hint.exists and (Path(hint.value) / "config.json").is_file():
+                base = Path(hint.value)
+                break
+    noted = replace(source, checkpoint=replace(checkpoint, notes=notes))
+    return replace(noted, options=replace(options, base=base)) if base else noted
