@@ -20,6 +20,7 @@ ORDER = (
     ("algebra",),
     ("families", "transfer"),
     ("containers",),
+    ("codecs",),
     ("folders",),
     ("formats",),
     ("model", "records"),

@@ -17,8 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import reshard
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
-from reshard.model.dequantization import _POWERS
-from reshard.model.weight_kinds import _FP8
+from reshard.codecs.decoded_blocks import BYTE_VALUES, POWERS
 from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command
 from tests.genuine import quantized
@@ -149,14 +148,14 @@ def test_other_dtypes_are_rounded_once(
 
 def test_every_value_of_eight_bits() -> None:
     every = torch.arange(256, dtype=torch.uint8)
-    for name, table in _FP8.items():
+    for name, table in BYTE_VALUES["FP8"].items():
         expected = every.view(getattr(torch, name)).float().numpy()
         np.testing.assert_array_equal(table[:, 0], expected, err_msg=name)
         number = ~np.isnan(expected)
         signs = np.signbit(table[number, 0]), np.signbit(expected[number])
         np.testing.assert_array_equal(*signs, err_msg=name)
     expected = every.view(torch.float8_e8m0fnu).float().numpy()
-    np.testing.assert_array_equal(_POWERS[:255], expected[:255])
+    np.testing.assert_array_equal(POWERS[:255], expected[:255])
 
 
 def with_blocks(plain: Path, out: Path, block: tuple[int, int], scales: torch.dtype) -> Path:

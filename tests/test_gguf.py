@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
 from reshard.base.errors import ReshardError
+from reshard.codecs.gguf_types import QUANTIZED, READABLE_TYPES
 from reshard.formats.gguf import container
-from reshard.formats.gguf.value_types import QUANTIZED, READABLE_TYPES
 from reshard.formats.gguf.write import _frequencies
 from reshard.formats.huggingface import QUANTIZED as OF_THE_HUB
 from reshard.model.quantizer import STORAGES
@@ -454,9 +454,9 @@ def test_a_folder_with_the_name_of_a_file_stays_a_folder(model: Model, tmp_path:
 def test_a_run_that_was_interrupted_goes_on(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from reshard.formats.gguf import block_types
+    from reshard.codecs import gguf_blocks
 
-    file, call, calls = tmp_path / "model.gguf", block_types._call, [0]
+    file, call, calls = tmp_path / "model.gguf", gguf_blocks._call, [0]
 
     def tired(*words: Any) -> Any:
         calls[0] += 1
@@ -643,10 +643,10 @@ def test_several_files_in_a_folder_are_listed(tmp_path: Path) -> None:
 def test_without_the_package_blocks_are_refused(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from reshard.formats.gguf import block_types
+    from reshard.codecs import gguf_blocks
 
     reshard.convert(model("llama"), tmp_path / "q8_0.gguf", quantize="q8_0")
-    block_types._package.cache_clear()
+    gguf_blocks._package.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     try:
         (problem,) = problems("convert", model("llama"), tmp_path / "out.gguf", "--quantize", "q8_0")
@@ -654,7 +654,7 @@ def test_without_the_package_blocks_are_refused(
         assert problems("inspect", tmp_path / "q8_0.gguf")[0]["code"] == "gguf-package-missing"
         assert command("convert", model("llama"), tmp_path / "out.gguf").code == 0
     finally:
-        block_types._package.cache_clear()
+        gguf_blocks._package.cache_clear()
 
 
 def test_nan_is_no_number_in_blocks(model: Model, tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 import reshard
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
+from reshard.codecs.mlx_modes import BITS, GROUPS, ModeSettings, packed, unpacked
+from reshard.codecs.mlx_modes import quantized as quantized_group
+from reshard.codecs.mlx_weights import WeightParts, affine, dequantized
 from reshard.containers.safetensors import read_tensors
 from reshard.families.dialects import mlx
-from reshard.formats.mlx.quantization_modes import BITS, GROUPS, ModeSettings, packed, unpacked
-from reshard.formats.mlx.quantization_modes import quantized as quantized_group
-from reshard.formats.mlx.quantized_weights import WeightParts, affine, dequantized
 from reshard.formats.mlx.write import METHODS
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.source_files import Sources

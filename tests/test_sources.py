@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from zlib import crc32
@@ -218,6 +220,18 @@ def test_another_table_of_names_is_another_program(tmp_path: Path, name: str) ->
         file.write("\n")
     digest = part_worker._program_digest
     assert digest(package) == digest(same) != digest(other)
+
+
+def test_the_program_is_all_packages_that_a_conversion_imports(model: Path, tmp_path: Path) -> None:
+    """Except for those that read and record what others have determined."""
+    code = (
+        "import sys, reshard; reshard.convert(*sys.argv[1:], to='megatron', no_tokenizer=True);"
+        "print(*{name.split('.')[1] for name in sys.modules if name.startswith('reshard.')})"
+    )
+    words = [sys.executable, "-c", code, str(model), str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    others = {"api", "base", "commands", "hub", "records", "stores", "version"}
+    assert {*done.stdout.split()} - others == {*part_worker.PROGRAM_PACKAGES}
 
 
 def test_a_change_between_plan_and_conversion(model: Path) -> None:

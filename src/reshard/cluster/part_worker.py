@@ -26,7 +26,7 @@ from reshard.transfer.plan import Plan
 from reshard.version import __version__
 
 PROGRAM_PACKAGES = (
-    *("algebra", "families", "transfer", "containers", "folders", "formats", "model"),
+    *("algebra", "families", "transfer", "containers", "codecs", "folders", "formats", "model"),
     *("adapters", "planning", "cluster"),
 )
 """The packages that determine the bytes of an output."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +43,6 @@ class PartOutcome:
     read, and `names` gives a tensor for each storage if known.
     """
 
-    host: str = field(default_factory=socket.gethostname)
     files: dict[str, tuple[BatchFindings, SeenCells]] = field(default_factory=dict)
     passed: Passed = field(default_factory=dict)
     names: Mapping[Storage, str] = field(default_factory=dict)
@@ -88,7 +86,7 @@ def execute_part(
 ) -> PartOutcome:
     """Write the batches of a part to `folder`, which has the parents of its files, and wait for the disk.
 
-    Raises StoppedError if `is_stopped` returns true, and what `execute` raises.
+    Raises PartStoppedError if `is_stopped` returns true, and what `execute` raises.
     """
 
     def on_bytes(count: int) -> None:

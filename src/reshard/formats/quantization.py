@@ -420,18 +420,6 @@ def part_of(name: str, role: str) -> str:
     return f"{module}.{role.format(local)}"
 
 
-def not_finite(name: str, weight: Tensor, kind: str) -> ReshardError:
-    """The error for a weight that cannot be quantized, because `kind` has no codes for all of its values."""
-    return ReshardError(
-        "quantized-source-not-finite",
-        "a weight contains NaN or Inf",
-        tensor=name,
-        file=weight.file,
-        rule=f"{kind} cannot store NaN or Inf, which would become numbers",
-        remedy="use an earlier iteration, or leave out --quantize",
-    )
-
-
 def refusal(found: Quantization, path: Path, wanted: str | None = None) -> ReshardError:
     """The error if plain weights are required; `wanted` says for what."""
     names = list(found.weights)

@@ -6,12 +6,10 @@ What is stored decides. If the settings of ModelOpt or compressed-tensors say ot
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
-
-import numpy as np
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem
+from reshard.codecs.decoded_blocks import BYTE_VALUES, DIVIDED, MODELOPT_NVFP4, MULTIPLIED, WeightKind
 from reshard.formats.module_quantization import (
     COMPRESSED_TENSORS,
     MODELOPT,
@@ -19,35 +17,8 @@ from reshard.formats.module_quantization import (
     ModuleQuantization,
     QuantizationSettings,
 )
-from reshard.formats.quantization import Quantization, QuantizedWeight, part_of
-from reshard.model.block_grid import Floats, small_floats
+from reshard.formats.quantization import Quantization, QuantizedWeight
 from reshard.transfer.elements import castable
-
-_FP8 = {
-    "float8_e4m3fn": small_floats(4, 3, 7, "fn").reshape(256, 1),
-    "float8_e5m2": small_floats(5, 2, 15, "ieee").reshape(256, 1),
-    "float8_e4m3fnuz": small_floats(4, 3, 8, "fnuz").reshape(256, 1),
-    "float8_e5m2fnuz": small_floats(5, 2, 16, "fnuz").reshape(256, 1),
-}
-
-
-def _halves(values: Floats) -> Floats:
-    """The two values [256, 2] in each byte, out of the 16 possible 4-bit values; the low half of a byte comes first."""
-    return np.stack([np.tile(values, 16), np.repeat(values, 16)], 1)
-
-
-_E2M1 = small_floats(2, 1, 1)
-_VALUES: dict[str, Mapping[str, Floats]] = {
-    "FP8": _FP8,
-    "MXFP4": {"uint8": _halves(_E2M1)},
-    "NVFP4": {"uint8": _halves(_E2M1)},
-    "packed int": {"int32": _halves(np.arange(-8, 8, dtype=np.float32))},
-    "int8": {"int8": np.arange(256).astype(np.int8).astype(np.float32).reshape(256, 1)},
-}
-"""The values of each byte, [256, values in a byte], by the name of a scheme and the dtype of its items."""
-
-_OF_MODELOPT = _halves(_E2M1 + np.float32(0))
-"""ModelOpt's values of NVFP4: -0 becomes 0."""
 
 _SCALES: dict[str | None, tuple[str, ...]] = {
     "fp8": ("{}_scale_inv", "scale", "{}_scale"),
@@ -61,21 +32,6 @@ _SCALES: dict[str | None, tuple[str, ...]] = {
 _FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized")
 """The formats of compressed-tensors whose weights are values times scales."""
 
-MULTIPLIED, DIVIDED = "{}_scale_2", "{}_global_scale"
-"""The scale of a complete weight: ModelOpt multiplies those of the blocks by it, compressed-tensors divides them."""
-
-
-class WeightKind(NamedTuple):
-    """What weights with the same scheme, dtype and settings have in common.
-
-    `table` has the values of each byte. `outer` is the scale of the complete weight, if it has one. Scales are
-    `rounded` to the dtype of the weight before they are used, or not.
-    """
-
-    table: Floats
-    outer: str | None = None
-    rounded: bool = False
-
 
 def kind_of(
     weight: QuantizedWeight, told: ModuleQuantization, found: Quantization, tensors: Mapping[str, Tensor]
@@ -83,11 +39,11 @@ def kind_of(
     """What values and scales of a weight mean; None if it is not known."""
     scheme, method = weight.scheme, found.settings.get("quant_method")
     outer = next((role for role in (MULTIPLIED, DIVIDED) if role in scheme.beside), None)
-    table = _VALUES.get(scheme.name, {}).get(tensors[weight.values].dtype.name)
+    table = BYTE_VALUES.get(scheme.name, {}).get(tensors[weight.values].dtype.name)
     if table is None:
         return None
     if outer:  # how they are computed does not depend on the settings
-        return WeightKind(_OF_MODELOPT if outer == MULTIPLIED else table, outer)
+        return WeightKind(MODELOPT_NVFP4 if outer == MULTIPLIED else table, outer)
     known = scheme.beside[0] in _SCALES.get(str(method) if method else None, ())
     if method == COMPRESSED_TENSORS:
         known = known and (told.format or found.settings.get("format")) in _FORMATS
@@ -101,11 +57,6 @@ def kind_of(
 def _is_int4(told: ModuleQuantization) -> bool:
     """Whether settings of compressed-tensors describe 4-bit integers from -8 on."""
     return [told.args.get(key) for key in ("num_bits", "type", "symmetric")] == [4, "int", True]
-
-
-def outer_of(name: str, kind: WeightKind, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """The scale of a complete weight, if it has one."""
-    return tensors[part_of(name, kind.outer)] if kind.outer else None
 
 
 def is_outer(tensor: Tensor) -> bool:

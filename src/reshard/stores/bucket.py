@@ -86,7 +86,7 @@ class Bucket:
         on_bytes: Callable[[int], None],
         is_stopped: Callable[[], bool],
     ) -> None:
-        """Upload a file, a large one in sequential parts, using `memory` bytes. Raises StoppedError."""
+        """Upload a file, a large one in sequential parts, using `memory` bytes. Raises UploadStoppedError."""
         able = signature(getattr(self._fs, "_put_file", self._fs.put_file)).parameters
         wanted = {"max_concurrency": 1, "chunksize": part_size(file.stat().st_size, memory)}
         how = {key: value for key, value in wanted.items() if key in able}

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.formats.gguf.value_types import TENSOR_TYPES, Metadata, TensorType, Value, ValueType
+from reshard.codecs.gguf_types import TENSOR_TYPES, TensorType
+from reshard.formats.gguf.value_types import Metadata, Value, ValueType
 from reshard.stores import OpenFile
 from reshard.transfer.source_files import Sources
 

@@ -16,16 +16,17 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, listed, one_for_all
+from reshard.codecs.gguf_blocks import UINT8, BlockElements, check_package
+from reshard.codecs.gguf_types import READABLE_TYPES
 from reshard.families.dialects.gguf import GGUF
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.gguf import container
-from reshard.formats.gguf.block_types import UINT8, BlockElements, check_package
 from reshard.formats.gguf.config_of_metadata import config_of, recorded_by
 from reshard.formats.gguf.container import COPY_AGAIN, GgufContent, TensorInfo
-from reshard.formats.gguf.value_types import READABLE_TYPES, Metadata
+from reshard.formats.gguf.value_types import Metadata
 from reshard.stores import open_file
 from reshard.transfer.source_files import Sources
 

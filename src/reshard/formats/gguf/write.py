@@ -18,29 +18,18 @@ from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain_json import json_of
+from reshard.codecs.gguf_blocks import UINT8, BlockBytes, check_package, repacked
+from reshard.codecs.gguf_types import BF16, F16, F32, MXFP4, Q8_0, QUANTIZED, TensorType, written
 from reshard.families.dialects.gguf import GGUF
 from reshard.families.rope import rope_parameters
 from reshard.folders.companions import CONFIG
 from reshard.formats.contract import Naming, Request, StoredDtypes, Target, Writing
 from reshard.formats.gguf import container
-from reshard.formats.gguf.block_types import UINT8, BlockBytes, check_package, repacked
 from reshard.formats.gguf.folder import SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS
 from reshard.formats.gguf.hyperparameters import model_type
 from reshard.formats.gguf.llama_cpp_differences import not_loaded
 from reshard.formats.gguf.metadata import ARCHITECTURES, ModelFacts, metadata
-from reshard.formats.gguf.value_types import (
-    BF16,
-    F16,
-    F32,
-    MXFP4,
-    Q8_0,
-    QUANTIZED,
-    Metadata,
-    TensorType,
-    Value,
-    ValueType,
-    written,
-)
+from reshard.formats.gguf.value_types import Metadata, Value, ValueType
 from reshard.transfer.memory_budget import NO_NEED, MemoryNeed
 from reshard.transfer.plan import Block, OutputCommand, OutputFile, Planned
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.codecs.mlx_modes import SMALL_FLOAT_MODES, ModeSettings, settings_in
+from reshard.codecs.mlx_weights import WeightParts, dequantized
 from reshard.families.dialects import mlx
 from reshard.folders.allowed_paths import belongs
 from reshard.folders.companions import CONFIG, read_object
 from reshard.folders.iterations import Iteration
 from reshard.formats import apply_renamings, huggingface, safetensors_writers
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.mlx.quantization_modes import SMALL_FLOAT_MODES, ModeSettings, settings_in
-from reshard.formats.mlx.quantized_weights import WeightParts, dequantized
 from reshard.transfer.source_files import Sources
 
 NAME = "mlx"

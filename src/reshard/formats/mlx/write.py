@@ -12,13 +12,13 @@ from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError, listed
+from reshard.codecs.mlx_modes import AFFINE, BITS, GROUPS, USUAL_GROUP, ModeSettings
+from reshard.codecs.mlx_weights import AffineItems, affine
 from reshard.families.dialects import mlx
 from reshard.families.renaming import Renaming
 from reshard.formats import huggingface
 from reshard.formats.contract import Naming, Request, StoredDtypes, Target, Writing
 from reshard.formats.mlx.folder import FLOAT_DTYPES, NAME, unknown_model
-from reshard.formats.mlx.quantization_modes import AFFINE, BITS, GROUPS, USUAL_GROUP, ModeSettings
-from reshard.formats.mlx.quantized_weights import AffineItems, affine
 from reshard.transfer.elements import castable
 from reshard.transfer.memory_budget import NO_NEED, MemoryNeed
 from reshard.transfer.plan import OutputCommand, OutputFile, Planned

@@ -15,8 +15,8 @@ from reshard.algebra.tensors import Computed, InputReader, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError
 from reshard.base.missing_packages import install_command
-from reshard.formats.gguf.value_types import MXFP4, READABLE_TYPES, TensorType
-from reshard.formats.quantization import not_finite
+from reshard.codecs.gguf_types import MXFP4, READABLE_TYPES, TensorType
+from reshard.codecs.not_finite import not_finite
 
 FLOAT32, UINT8 = dtype("float32"), dtype("uint8")
 Array = np.ndarray[Any, Any]

@@ -15,7 +15,7 @@ from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import MIN_READ_ELEMENTS, Computed, InputReader, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError
-from reshard.model.block_grid import Floats
+from reshard.codecs.block_grid import Floats
 from reshard.transfer.elements import CAST_BYTES_EACH, RAW_DTYPES, as_float, castable
 
 FLOAT32 = dtype("float32")

@@ -9,7 +9,7 @@ import numpy as np
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import MIN_READ_ELEMENTS, Computed, InputReader, Tensor
 from reshard.algebra.views import View
-from reshard.formats.mlx.quantization_modes import (
+from reshard.codecs.mlx_modes import (
     SMALL_FLOAT_MODES,
     Array,
     ModeSettings,
@@ -17,7 +17,7 @@ from reshard.formats.mlx.quantization_modes import (
     quantized,
     unpacked,
 )
-from reshard.formats.quantization import not_finite
+from reshard.codecs.not_finite import not_finite
 from reshard.transfer.elements import RAW_DTYPES, as_float, cast
 from reshard.transfer.overflow import Overflows
 
