@@ -464,7 +464,7 @@ def test_a_run_that_was_interrupted_goes_on(
             raise KeyboardInterrupt
         return call(*words)
 
-    monkeypatch.setattr(block_types, "_call", tired)
+    monkeypatch.setattr(gguf_blocks, "_call", tired)
     with pytest.raises(KeyboardInterrupt):
         reshard.convert(model("llama"), file, quantize="q8_0", workers=1)
     assert not file.exists()
