@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, Qwen2Config
 
 import reshard
-from reshard.engines.megatron import MegatronLogits
-from reshard.engines.megatron.gpt_model import LayerSpec
-from reshard.engines.megatron.process_groups import Layout
+from reshard.algebra.layout import Layout
+from reshard.oracle.megatron.logits import MegatronLogits
+from tests.genuine.mcore.models import LayerSpec
 from tests.genuine.warm import megatron_logits
 
 Array = npt.NDArray[Any]

@@ -29,7 +29,6 @@ ORDER = (
     ("cluster",),
     ("commands",),
     ("pages",),
-    ("engines",),
     ("oracle",),
     ("api",),
     ("live", "runs"),

@@ -379,8 +379,8 @@ def test_the_family_that_the_guide_declares_works(
     cobalt: families.Family, hf_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("megatron.core")
-    from reshard.engines.megatron import megatron_logits
     from reshard.oracle.transformers import transformers_logits
+    from tests.genuine.mcore.models import megatron_logits
 
     qwen3 = hf_model("qwen3")
     source = as_cobalt(qwen3, tmp_path / "cobalt")

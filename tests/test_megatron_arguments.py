@@ -15,8 +15,8 @@ import torch
 
 import reshard
 from reshard.base.errors import ReshardError
-from reshard.engines.megatron.checkpoint_io import SaveOptions
 from reshard.oracle.transformers import transformers_logits
+from tests.genuine.mcore.checkpoint_io import SaveOptions
 from tests.genuine.megatron import DEEPSEEK_V3, DENSE, GPT_OSS, MOE, QWEN2_MOE, QWEN3_MOE, tokens
 from tests.genuine.train_megatron import train_and_save
 from tests.genuine.warm import megatron_logits

@@ -31,17 +31,17 @@ import reshard
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import DcpMetadata, read_metadata, write_metadata
-from reshard.engines.megatron import process_groups
-from reshard.engines.megatron.checkpoint_io import SaveOptions, load_weights
-from reshard.engines.megatron.gpt_model import build_model
-from reshard.engines.megatron.session import run_ranks
-from reshard.engines.megatron.stored_arguments import one_expert_at_a_time
+from reshard.oracle.megatron.load_weights import load_weights
 from reshard.oracle.transformers import transformers_logits
 from reshard.transfer.source_files import Sources
 from tests import commandline
 from tests.bad_input.damage import cut, refusal
 from tests.environments import python
 from tests.genuine.make_megatron_fsdp import SMALL, TOKENS, VARIANTS
+from tests.genuine.mcore import models
+from tests.genuine.mcore.checkpoint_io import SaveOptions
+from tests.genuine.mcore.models import build_model, one_expert_at_a_time
+from tests.genuine.mcore.ranks import run_ranks
 from tests.genuine.megatron import DEEPSEEK_V3, QWEN2_MOE, QWEN2_TIED, QWEN3, QWEN3_MOE
 from tests.genuine.megatron_fsdp import REPOSITORY, Result, Run, train
 from tests.genuine.train_megatron import train_and_save
@@ -75,7 +75,7 @@ def stored(folder: Path) -> dict[str, Any]:
 
 def plain(args: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The weights that megatron-core has in a GPTModel, without Megatron-FSDP, after it loaded a torch_dist folder."""
-    process_groups.initialize(Layout(), seed=3)
+    models.initialize(Layout(), seed=3)
     (model,) = build_model(one_expert_at_a_time(args), Layout(), spec="local", dtype=torch.float32)
     mismatch = load_weights([model], folder)
     assert not mismatch.missing and not mismatch.unexpected

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import reshard
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
-from reshard.engines.megatron.checkpoint_io import MegatronFormat, SaveOptions
 from reshard.formats.megatron.rank_files import coordinates
 from reshard.formats.megatron.rank_seeds import _owners
+from tests.genuine.mcore.checkpoint_io import MegatronFormat, SaveOptions
 from tests.genuine.megatron import QWEN2, VARIANTS, Genuine, tokens
 from tests.genuine.train_megatron import train_and_save
 

@@ -22,11 +22,11 @@ from transformers import AutoTokenizer
 
 import reshard
 from reshard.base.errors import ReshardError
-from reshard.engines.megatron.checkpoint_io import MegatronFormat, SaveOptions
 from reshard.oracle.transformers import Logits, transformers_logits
 from tests import commandline
 from tests.genuine.huggingface import VARIANTS as FAMILIES
 from tests.genuine.huggingface import make_tokenizer
+from tests.genuine.mcore.checkpoint_io import MegatronFormat, SaveOptions
 from tests.genuine.megatron import OLDER_VERSIONS, QWEN2, VARIANTS, Genuine, tokens
 from tests.genuine.train_megatron import train_and_save
 from tests.genuine.warm import megatron_logits

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import reshard
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
-from reshard.engines.megatron import RankError
-from reshard.engines.megatron.checkpoint_io import MegatronFormat, SaveOptions
-from reshard.engines.megatron.gpt_model import LayerSpec
+from reshard.oracle.megatron.ranks import RankError
 from reshard.oracle.transformers import transformers_logits
 from tests.genuine.huggingface import VOCAB_SIZE
+from tests.genuine.mcore.checkpoint_io import MegatronFormat, SaveOptions
+from tests.genuine.mcore.models import LayerSpec
 from tests.genuine.megatron import Genuine
 from tests.genuine.train_megatron import train_and_save
 from tests.genuine.warm import megatron_logits

@@ -26,8 +26,8 @@ import reshard
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import read_metadata, write_metadata
-from reshard.engines.megatron.checkpoint_io import SaveOptions
 from reshard.transfer.source_files import Sources
+from tests.genuine.mcore.checkpoint_io import SaveOptions
 from tests.genuine.megatron import QWEN2, QWEN2_TIED, QWEN3_MOE, Genuine, tokens
 from tests.genuine.train_megatron import TrainingRun, train_and_save
 from tests.test_megatron_writing import entries

@@ -21,9 +21,9 @@ import reshard
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import DcpMetadata
-from reshard.engines.megatron.checkpoint_io import SaveOptions
 from reshard.formats.megatron.mcore import stages_of, unfused
 from tests.bad_input.damage import edit_metadata
+from tests.genuine.mcore.checkpoint_io import SaveOptions
 from tests.genuine.megatron import BUFFERED, QWEN2, QWEN3_MOE, Genuine
 from tests.test_optimizer import PORTABLE, Case, values
 

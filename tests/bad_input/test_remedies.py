@@ -28,7 +28,7 @@ Originals = Callable[[str], Path]
 Problem = dict[str, str]
 
 CASES = {**remedy_cases.CASES, **remedy_contents.CASES}
-ELSEWHERE = ("training/", "engines/", "oracle/", "live/", "guard/")
+ELSEWHERE = ("training/", "oracle/", "live/", "guard/")
 """Problems of runs and of frameworks that are loaded: tests/train, tests/live and the tests of `--logits` make them."""
 NOT_HERE = {
     "the Hub, a store or another machine": """

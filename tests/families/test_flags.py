@@ -16,14 +16,14 @@ pytest.importorskip("megatron.core")
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 import reshard
-from reshard.engines.megatron.stored_arguments import (
+from reshard.families import FAMILIES
+from reshard.families.megatron_flags import NOT_RESTORED, flags_not_restored
+from reshard.oracle.megatron.stored_arguments import (
     ARGUMENT_DEFAULTS,
     complete,
     config_fields,
     yarn_attributes,
 )
-from reshard.families import FAMILIES
-from reshard.families.megatron_flags import NOT_RESTORED, flags_not_restored
 from tests.genuine.huggingface import VARIANTS
 from tests.genuine.megatron import Genuine
 

@@ -27,7 +27,7 @@ from tests.genuine.make_megatron_lora import TOKENS, _fused_norm_is_returned, _i
 def load(adapter: Path, base: Path, out: Path, layout: dict[str, int], spec: str) -> None:
     """Write the logits of `base` with `adapter` to `out`, computed by ranks in any layout."""
     from reshard.algebra.layout import Layout
-    from reshard.engines.megatron.session import run_ranks
+    from tests.genuine.mcore.ranks import run_ranks
 
     impl = "transformer_engine" if spec == "te" else "local"
     with tempfile.TemporaryDirectory() as folder:
@@ -53,12 +53,12 @@ def load(adapter: Path, base: Path, out: Path, layout: dict[str, int], spec: str
 def _rank(args: dict[str, Any], sizes: Any, start: Path, adapter: Path, spec: Any) -> Any:
     from megatron.core import parallel_state as ps
 
-    from reshard.engines.megatron import process_groups
-    from reshard.engines.megatron.checkpoint_io import load_weights
-    from reshard.engines.megatron.gpt_model import build_model
-    from reshard.engines.megatron.logits import forward_logits
+    from reshard.oracle.megatron.load_weights import load_weights
+    from reshard.oracle.megatron.logits import forward_logits
+    from tests.genuine.mcore import models
+    from tests.genuine.mcore.models import build_model
 
-    process_groups.initialize(sizes, seed=0)
+    models.initialize(sizes, seed=0)
     chunks = build_model(args, sizes, spec=spec)
     found = load_weights(chunks, start)
     assert not found.missing and not found.unexpected, found

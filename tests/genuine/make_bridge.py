@@ -85,7 +85,7 @@ class _EmptyPackages:
 
 def make(name: str, base: Path, out: Path) -> None:
     """Write Megatron-Bridge's import of the Hugging Face folder `base` to `out`."""
-    from reshard.engines.megatron.session import run_ranks
+    from tests.genuine.mcore.ranks import run_ranks
 
     run_ranks(RUNS[name].ranks, _rank, RUNS[name], base, out)
 

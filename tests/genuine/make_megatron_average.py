@@ -24,8 +24,8 @@ def make(source: Path, out: Path) -> None:
     import functorch.compile  # noqa: F401 (before there is a triton)
 
     _prepare(source)
-    from reshard.engines.megatron import checkpoint_io
-    from reshard.engines.megatron.checkpoint_io import SaveOptions
+    from tests.genuine.mcore import checkpoint_io
+    from tests.genuine.mcore.checkpoint_io import SaveOptions
     from tests.genuine.train_megatron import train_and_save
 
     checkpoint_io._sharded_random_state = (

@@ -26,7 +26,7 @@ from tests.genuine.make_bridge import KERNELS, import_what_is_there, let_it_run_
 
 def run(command: str, base: str, out: str, *rest: str) -> None:
     """Do one job: `save` or `export`, on as many ranks as the layout has."""
-    from reshard.engines.megatron.session import run_ranks
+    from tests.genuine.mcore.ranks import run_ranks
 
     tp, pp, ep = map(int, rest[:3])
     checkpoint = rest[3] if command == "export" else None

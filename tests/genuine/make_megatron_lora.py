@@ -108,7 +108,7 @@ def _import_bare() -> None:
 def make(name: str, out: Path) -> None:
     """Write the adapter `out/name`, with the logits of the adapted model next to it."""
     from reshard.algebra.layout import Layout
-    from reshard.engines.megatron.session import run_ranks
+    from tests.genuine.mcore.ranks import run_ranks
 
     variant = {**VARIANTS, **SHARED_GROUPS}[name]
     base = out / f"base-{variant.base}"
@@ -160,12 +160,12 @@ def _note(variant: Variant, out: Path, folder: Path) -> None:
 def _rank(variant: Variant, args: Any, sizes: Any, start: Path, folder: Path) -> Any:
     from megatron.core import parallel_state as ps
 
-    from reshard.engines.megatron import process_groups
-    from reshard.engines.megatron.checkpoint_io import load_weights
-    from reshard.engines.megatron.gpt_model import build_model
-    from reshard.engines.megatron.logits import forward_logits
+    from reshard.oracle.megatron.load_weights import load_weights
+    from reshard.oracle.megatron.logits import forward_logits
+    from tests.genuine.mcore import models
+    from tests.genuine.mcore.models import build_model
 
-    process_groups.initialize(sizes, seed=0)
+    models.initialize(sizes, seed=0)
     chunks = build_model(args, sizes, spec=variant.spec)  # type: ignore[arg-type]
     found = load_weights(chunks, start)
     assert not found.missing and not found.unexpected, found

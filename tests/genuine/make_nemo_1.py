@@ -232,12 +232,12 @@ def _save_rank(told: tuple[Path, Path, Layout, str, Mapping[str, Any], list[Path
     import torch
     from megatron.core import parallel_state as ps
 
-    from reshard.engines.megatron import process_groups
-    from reshard.engines.megatron.checkpoint_io import load_weights
-    from reshard.engines.megatron.gpt_model import build_model
+    from reshard.oracle.megatron.load_weights import load_weights
+    from tests.genuine.mcore import models
+    from tests.genuine.mcore.models import build_model
 
     checkpoint, out, layout, how, config, beside = told
-    process_groups.initialize(layout, seed=1)
+    models.initialize(layout, seed=1)
     args = torch.load(checkpoint / "common.pt", weights_only=False)["args"]
     dtype = torch.float32 if how in ADAPTED else torch.bfloat16
     (chunk,) = build_model(args, layout, dtype=dtype)
@@ -299,7 +299,7 @@ def _save_adapters(
 
 
 def _main() -> None:
-    from reshard.engines.megatron.session import run_ranks
+    from tests.genuine.mcore.ranks import run_ranks
 
     if len(sys.argv) == 2:
         make_kept(Path(sys.argv[1]))
@@ -308,7 +308,7 @@ def _main() -> None:
     tp, pp = json.loads(sizes)
     layout = Layout(tp=tp, pp=pp, etp=tp)
     recipe = (Path(checkpoint), Path(out), layout, how, json.loads(config), [Path(each) for each in beside])
-    run_ranks(layout.world_size, _save_rank, recipe, timeout=240)
+    run_ranks(layout.world_size, _save_rank, recipe)
 
 
 if __name__ == "__main__":

@@ -47,15 +47,15 @@ def _prepare(source: Path) -> None:
     import megatron.core.dist_checkpointing.strategies.filesystem_async as writer
     import megatron.core.transformer.moe as experts
 
-    experts.grouped_gemm_util = MagicMock()  # which `engines.megatron.cpu` repairs, and 0.19 does not have
+    experts.grouped_gemm_util = MagicMock()  # which the patches for a CPU repair, and 0.19 does not have
     writer._get_write_results_queue = lambda *args, **kwargs: queue.Queue()
 
 
 def make(source: Path, out: Path) -> None:
     """Train for two steps on two ranks, save with a portable optimizer, and compute logits of what was saved."""
     _prepare(source)
-    from reshard.engines.megatron import megatron_logits
-    from reshard.engines.megatron.checkpoint_io import SaveOptions
+    from tests.genuine.mcore.checkpoint_io import SaveOptions
+    from tests.genuine.mcore.models import megatron_logits
     from tests.genuine.train_megatron import train_and_save
 
     shutil.rmtree(out, ignore_errors=True)

@@ -55,7 +55,7 @@ RUNS = {
 
 def make(name: str, base: Path, out: Path) -> None:
     """Write the folder of the run `name`, started from the Hugging Face folder `base`, to `out`."""
-    from reshard.engines.megatron.session import run_ranks
+    from tests.genuine.mcore.ranks import run_ranks
 
     run_ranks(RUNS[name].ranks, _rank, RUNS[name], base, out)
 

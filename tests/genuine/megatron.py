@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron.checkpoint_io import MegatronFormat, SaveOptions
-from reshard.engines.megatron.gpt_model import LayerSpec
 from tests.environments import CACHE
+from tests.genuine.mcore.checkpoint_io import MegatronFormat, SaveOptions
+from tests.genuine.mcore.models import LayerSpec
 from tests.genuine.train_megatron import train_and_save
 
 REPOSITORY = Path(__file__).parents[2]

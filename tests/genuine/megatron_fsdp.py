@@ -22,14 +22,13 @@ from typing import Any
 import numpy as np
 
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron import process_groups
-from reshard.engines.megatron.checkpoint_io import random_state
-from reshard.engines.megatron.gpt_model import LayerSpec, build_model
-from reshard.engines.megatron.logits import BatchTokens
-from reshard.engines.megatron.session import run_ranks
-from reshard.engines.megatron.stored_arguments import one_expert_at_a_time, to_store
+from reshard.oracle.megatron.logits import BatchTokens
 from tests.environments import python
 from tests.genuine import train_megatron
+from tests.genuine.mcore import models
+from tests.genuine.mcore.checkpoint_io import random_state
+from tests.genuine.mcore.models import LayerSpec, build_model, one_expert_at_a_time, to_store
+from tests.genuine.mcore.ranks import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -111,7 +110,7 @@ def _rank(run: Run) -> Result:
 
     _name_a_cpu()
     _use_an_adam_like_transformer_engines()
-    process_groups.initialize(run.layout, seed=1)
+    models.initialize(run.layout, seed=1)
     args = one_expert_at_a_time(run.args) if run.spec == "local" else run.args
     (model,) = build_model(args, run.layout, spec=run.spec, dtype=torch.bfloat16, training=True)
     wrapped = _wrapped(model, run)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from reshard.engines.megatron import cpu_patches
+from tests.genuine.mcore import cpu_patches
 from tests.genuine.megatron_fsdp import Cpu
 from tests.genuine.ranks import on_ranks
 

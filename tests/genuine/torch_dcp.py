@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron import process_groups
-from reshard.engines.megatron.checkpoint_io import SaveOptions, random_state, save_checkpoint
-from reshard.engines.megatron.gpt_model import LayerSpec, build_model
-from reshard.engines.megatron.stored_arguments import one_expert_at_a_time, to_store
+from tests.genuine.mcore import models
+from tests.genuine.mcore.checkpoint_io import SaveOptions, random_state, save_checkpoint
+from tests.genuine.mcore.models import LayerSpec, build_model, one_expert_at_a_time, to_store
 from tests.genuine.warm import run_ranks
 
 RANKS = 2
@@ -37,7 +36,7 @@ def _rank(args: argparse.Namespace | Mapping[str, Any], out: Path, spec: LayerSp
     from torch.distributed.fsdp import fully_shard
 
     layout = Layout(dp=RANKS)
-    process_groups.initialize(layout, seed=1)
+    models.initialize(layout, seed=1)
     chunks = build_model(args, layout, spec=spec, dtype=torch.float32, training=True)
     (model,) = chunks
     torch.manual_seed(5)  # the same on both ranks, and other norms than ones

@@ -11,18 +11,13 @@ from typing import Any
 import numpy as np
 
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron import process_groups
-from reshard.engines.megatron.checkpoint_io import (
-    Mismatch,
-    SaveOptions,
-    load_run,
-    load_weights,
-    save_checkpoint,
-)
-from reshard.engines.megatron.gpt_model import LayerSpec, build_model
-from reshard.engines.megatron.logits import BatchTokens
-from reshard.engines.megatron.stored_arguments import complete, one_expert_at_a_time, to_store
+from reshard.oracle.megatron.load_weights import Mismatch, load_weights
+from reshard.oracle.megatron.logits import BatchTokens
+from reshard.oracle.megatron.stored_arguments import complete
 from tests.genuine.held_states import save_held_states
+from tests.genuine.mcore import models
+from tests.genuine.mcore.checkpoint_io import SaveOptions, load_run, save_checkpoint
+from tests.genuine.mcore.models import LayerSpec, build_model, one_expert_at_a_time, to_store
 from tests.genuine.warm import run_ranks
 
 
@@ -78,7 +73,6 @@ def train_and_save(
     seed: int = 1234,
     iteration: int | None = None,
     save: SaveOptions | tuple[SaveOptions, ...] = SaveOptions(),  # noqa: B008 (frozen)
-    timeout: float = 600.0,
 ) -> TrainingRun:
     """Train for `steps` on `tokens` [sequences, length + 1] and write `out/iter_*` with its tracker file.
 
@@ -119,13 +113,13 @@ def train_and_save(
         iteration=steps if iteration is None else iteration,
         save=save if isinstance(save, tuple) else (save,),
     )
-    return run_ranks(layout.world_size, _train_rank, recipe, timeout=timeout)[-1]
+    return run_ranks(layout.world_size, _train_rank, recipe)[-1]
 
 
 def _train_rank(recipe: _Recipe) -> TrainingRun:
     import torch
 
-    process_groups.initialize(recipe.layout, seed=recipe.seed)
+    models.initialize(recipe.layout, seed=recipe.seed)
     dtype = torch.bfloat16 if recipe.bf16 else torch.float32
     chunks = build_model(recipe.args, recipe.layout, spec=recipe.spec, dtype=dtype, training=True)
     if recipe.initial is not None and not recipe.resume:
@@ -136,7 +130,7 @@ def _train_rank(recipe: _Recipe) -> TrainingRun:
         wrapped = _wrap(chunks, recipe)
         optimizer, scheduler = _make_optimizer(wrapped, recipe)
         if recipe.initial is not None and recipe.resume:
-            _check(load_run(chunks, recipe.initial, optimizer, scheduler))
+            load_run(chunks, recipe.initial, optimizer, scheduler)
         batches = _batches(recipe)
         losses = [_step(wrapped, optimizer, batches, recipe) for _ in range(recipe.steps)]
     elif recipe.bf16:

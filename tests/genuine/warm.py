@@ -13,9 +13,9 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
-from reshard.engines.megatron import megatron_logits as megatron_logits_here
-from reshard.engines.megatron import run_ranks as run_ranks_here
-from reshard.engines.megatron import session
+from reshard.oracle.megatron.ranks import import_all
+from tests.genuine.mcore.models import megatron_logits as megatron_logits_here
+from tests.genuine.mcore.ranks import run_ranks as run_ranks_here
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,7 +24,7 @@ T = TypeVar("T")
 @cache
 def _server() -> ProcessPoolExecutor:
     spawned = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, mp_context=spawned, initializer=session._import_all)
+    return ProcessPoolExecutor(1, mp_context=spawned, initializer=import_all)
 
 
 def close() -> None:

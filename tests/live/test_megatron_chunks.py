@@ -12,11 +12,11 @@ import torch
 import reshard
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import cells_of
-from reshard.engines.megatron import process_groups
-from reshard.engines.megatron.checkpoint_io import load_weights
-from reshard.engines.megatron.fill_model import live_tensors
-from reshard.engines.megatron.gpt_model import build_model
-from reshard.engines.megatron.session import run_ranks
+from reshard.live.megatron_shards import live_tensors
+from reshard.oracle.megatron.load_weights import load_weights
+from tests.genuine.mcore import models
+from tests.genuine.mcore.models import build_model
+from tests.genuine.mcore.ranks import run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -27,7 +27,7 @@ Models = Callable[..., Path]
 
 def _rank(source: Path, folder: Path, args: Mapping[str, Any], layout: Layout) -> tuple[int, int]:
     """One rank: chunks that reshard fills from the Hub's folder, and chunks that Megatron-Core loads itself."""
-    process_groups.initialize(layout, seed=0)
+    models.initialize(layout, seed=0)
     ours, theirs = build_model(args, layout), build_model(args, layout)
     loaded = reshard.load_into(ours, source)
     mismatch = load_weights(theirs, folder)
@@ -70,7 +70,7 @@ def _wrapped(source: Path, folder: Path, args: Mapping[str, Any], layout: Layout
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
-    process_groups.initialize(layout, seed=0)
+    models.initialize(layout, seed=0)
     half = torch.bfloat16
     sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
     halves = [Float16Module(chunk.config, chunk) for chunk in build_model(args, layout, dtype=half)]
@@ -94,7 +94,7 @@ def test_chunks_are_found_inside_of_megatrons_wrappers(hf_model: Models, tmp_pat
 
 
 def _refused(source: Path, args: Mapping[str, Any], layout: Layout) -> set[str]:
-    process_groups.initialize(layout, seed=0)
+    models.initialize(layout, seed=0)
     with pytest.raises(reshard.ReshardError) as caught:
         reshard.load_into(build_model(args, layout), source)
     return {problem.code for problem in caught.value.problems}
@@ -110,7 +110,7 @@ def test_chunks_of_another_model_are_refused(hf_model: Models, tmp_path: Path) -
 def _damaged(source: Path, args: Mapping[str, Any], layout: Layout) -> dict[str, set[str]]:
     """The codes for a damaged source, and for chunks before there are process groups."""
     found = {}
-    process_groups.initialize(layout, seed=0)
+    models.initialize(layout, seed=0)
     chunks = build_model(args, layout)
     derived = type("Derived", (type(chunks[0]),), {})
     chunks[0].__class__ = derived  # as ms-swift and others derive from GPTModel
@@ -138,7 +138,7 @@ def test_damage_and_missing_groups_are_told(hf_model: Models, tmp_path: Path) ->
 
 
 def _swapped(source: Path, args: Mapping[str, Any], layout: Layout) -> set[str]:
-    process_groups.initialize(layout, seed=0)
+    models.initialize(layout, seed=0)
     first, *others, last = build_model(args, layout)
     chunks = [first, last, *others] if parallel_state.get_pipeline_model_parallel_rank() == 0 else []
     if not chunks:

@@ -25,7 +25,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[2]
 THREADS = 2
-CLI = ("train", "doctor", "oracle", "engines", "live", "runs", "guard", "__main__")
+CLI = ("train", "doctor", "oracle", "live", "runs", "guard", "__main__")
 ENVIRONMENT = {
     **dict.fromkeys(("MALLOC_ARENA_MAX", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), "1"),
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError
 from reshard.commands.weights import Weights
-from reshard.engines.megatron.fill_model import check_planned, fill, live_tensors, place
-from reshard.engines.megatron.weight_shards import Coordinates, sharded
-from reshard.engines.megatron.weight_shards import ShardedWeights as Shards
 from reshard.families.family import ENGINE_TITLES, MCORE
+from reshard.formats.megatron.rank_states import RankStates
+from reshard.live.megatron_shards import differences, fill, live_tensors, rank_states, shards_of_this_rank
 from reshard.live.torch_modules import LoadedTensors, telling_what_changed
 from reshard.model.logical_tensors import logical_tensors
 from reshard.transfer.compare import unequal_replicas
@@ -48,26 +47,31 @@ def load_chunks(chunks: Sequence[torch.nn.Module], weights: Weights, *, verify: 
             rule=f"the engine of this family is {ENGINE_TITLES[model.family.computed_by]}",
             remedy="convert the weights for that engine: reshard convert --to megatron",
         )
-    names = {name for chunk in inner for name in live_tensors(chunk)}
-    uses_te = any(name.endswith(".layer_norm_weight") for name in names)
+    live = [live_tensors(chunk) for chunk in inner]
+    uses_te = any(name.endswith(".layer_norm_weight") for tensors in live for name in tensors)
     layout = _layout(len(chunks), has_experts=model.dims.experts > 0).over(model.dims.layers)
-    rows = _rows(inner, layout) or model.dims.padded_vocab
-    held = sharded(model, logical, layout, rows, transformer_engine=uses_te, dtype=None)
-    at = place(layout)
-    if problems := [*_other_layers(inner, held, at)]:
+    padded = model.padded(_rows(live, layout) or model.dims.padded_vocab)
+    states = rank_states(padded, logical, layout, transformer_engine=uses_te)
+    shards = shards_of_this_rank(states, len(chunks))
+    if problems := [*_other_layers(inner, states)]:
         raise ReshardError(problems)
-    shards = [shard for index in range(len(inner)) for shard in held.of(at, index).values()]
+    if problems := [problem for pair in zip(live, shards, strict=True) for problem in differences(*pair)]:
+        raise ReshardError(problems)
+    pairs = [
+        (tensors[name], shard)
+        for tensors, held in zip(live, shards, strict=True)
+        for name, shard in held.items()
+    ]
     ledger = Ledger(every=True) if verify else None
     with weights.reading(), weights.checkpoint.sources.unchanged(ledger.passed if ledger else None):
         if verify and (problems := unequal_replicas(weights.plan.replicas, shared(2, 1 << 28))):
             raise ReshardError(problems)
-        check_planned(list(inner), held, at)
-        with telling_what_changed(len(shards), [len(shards)], str(weights.checkpoint.path)):
-            fill(list(inner), held, at, ledger)
+        with telling_what_changed(len(pairs), [len(pairs)], str(weights.checkpoint.path)):
+            fill(pairs, ledger)
             if ledger:
                 check_sums(ledger, {})
-    nbytes = sum(shard.numel * shard.dtype.itemsize for shard in shards)
-    return LoadedTensors(len(shards), nbytes, nbytes)
+    nbytes = sum(shard.numel * shard.dtype.itemsize for _, shard in pairs)
+    return LoadedTensors(len(pairs), nbytes, nbytes)
 
 
 def _require_groups() -> None:
@@ -103,16 +107,18 @@ def _unwrapped(module: Any) -> Any:
     return module
 
 
-def _other_layers(chunks: Sequence[Any], held: Shards, at: Coordinates) -> Iterator[Problem]:
+def _other_layers(chunks: Sequence[Any], states: RankStates) -> Iterator[Problem]:
     """A problem for each chunk whose layers are not those of its place: all chunks have the same names."""
-    places = held.states.stages.table()
+    from megatron.core import parallel_state as ps
+
+    stage = ps.get_pipeline_model_parallel_rank()
     for index, chunk in enumerate(chunks):
         layers = getattr(getattr(chunk, "decoder", None), "layers", None) or ()
         built = [getattr(layer, "layer_number", None) for layer in layers]
         here = {
             local: layer + 1
-            for layer, (pp, at_chunk, local) in places.items()
-            if (pp, at_chunk) == (at.pp, index)
+            for layer, (pp, at_chunk, local) in states.stages.table().items()
+            if (pp, at_chunk) == (stage, index)
         }
         planned = [here[local] for local in sorted(here)]
         if None not in built and built != planned:
@@ -126,8 +132,7 @@ def _other_layers(chunks: Sequence[Any], held: Shards, at: Coordinates) -> Itera
             )
 
 
-def _rows(chunks: Sequence[Any], layout: Layout) -> int | None:
+def _rows(live: Sequence[Mapping[str, Any]], layout: Layout) -> int | None:
     """Rows of the embedding or the head, padding included; None on a rank that has neither."""
-    found = (live_tensors(chunk) for chunk in chunks)
-    tables = (tensors.get(name) for tensors in found for name in (EMBEDDING, HEAD))
+    tables = (tensors.get(name) for tensors in live for name in (EMBEDDING, HEAD))
     return next((table.shape[0] * layout.tp for table in tables if table is not None), None)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.tensors import Replica, Tensor
@@ -14,11 +14,10 @@ from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.commands.lazy import as_torch
 from reshard.commands.streaming import ReadOptions, place, read
 from reshard.commands.weights import Weights
-from reshard.engines.megatron.fill_model import raw_elements
 from reshard.live.fillable import not_in_place, sharded_otherwise
 from reshard.model.model_sizes import is_mtp
 from reshard.transfer.compare import unequal_replicas
-from reshard.transfer.elements import castable
+from reshard.transfer.elements import RAW_DTYPES, castable
 from reshard.transfer.memory_budget import shared
 from reshard.transfer.plan import Planned
 from reshard.transfer.prefetch import WantedTensor
@@ -87,7 +86,7 @@ def load_into(module: torch.nn.Module, weights: Weights, how: ReadOptions) -> Lo
     with telling_what_changed(len(wanted), counts, file):
         for name, raw in read(weights, wanted, how, counts.append):
             local = fills[name].local
-            if not _is_direct(local):
+            if not is_direct(local):
                 local.copy_(as_torch(name, raw.reshape(tuple(local.shape)), _dtype_of(local), None))
     filled = sum(each.tensor.nbytes for each in wanted)
     kept = [each.names[0] for each in places if _name_in(each, found) is None]
@@ -248,11 +247,18 @@ def _wanted(planned: Planned, target: _LocalTensor) -> WantedTensor:
     local = target.local
     view = planned.source()
     tensor = Tensor(_dtype_of(local), view[target.box] if target.box else view)
-    return WantedTensor(planned.name, tensor, raw_elements(local) if _is_direct(local) else None)
+    return WantedTensor(planned.name, tensor, raw_elements(local) if is_direct(local) else None)
 
 
-def _is_direct(tensor: torch.Tensor) -> bool:
+def is_direct(tensor: torch.Tensor) -> bool:
     """Whether threads can write to the memory of a tensor."""
     import torch
 
     return bool(tensor.device == torch.device("cpu") and tensor.is_contiguous())
+
+
+def raw_elements(tensor: torch.Tensor) -> Any:
+    """The elements of a contiguous tensor on the CPU as integers of the same width, sharing its memory."""
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8).numpy().view(RAW_DTYPES[tensor.element_size()])

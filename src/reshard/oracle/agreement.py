@@ -59,7 +59,7 @@ def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32
         from reshard.oracle.transformers import transformers_logits
 
         return transformers_logits(checkpoint.root, tokens)
-    from reshard.engines.megatron import megatron_logits
+    from reshard.oracle.megatron.logits import megatron_logits
 
     args = side.model.args if side.model else checkpoint.args or {}
     # torch_dist loads on one rank whatever its layout was; legacy files only in their own layout.

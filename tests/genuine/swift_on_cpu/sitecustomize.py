@@ -3,8 +3,8 @@
 import os
 
 if "RANK" in os.environ:
-    from reshard.engines.megatron import cpu_patches
     from tests.genuine import fake_te
+    from tests.genuine.mcore import cpu_patches
 
     fake_te.install()
     cpu_patches.enable()

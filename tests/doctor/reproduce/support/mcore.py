@@ -5,10 +5,8 @@ import os
 import torch.distributed as dist
 
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron.cpu_patches import enable
-from reshard.engines.megatron.gpt_model import build_config, build_model
-from reshard.engines.megatron.process_groups import initialize
-from reshard.engines.megatron.stored_arguments import complete
+from tests.genuine.mcore.cpu_patches import enable
+from tests.genuine.mcore.models import build_config, build_model, initialize
 from tests.genuine.megatron import QWEN2, QWEN3, QWEN3_MOE
 
 __all__ = ["QWEN2", "QWEN3", "QWEN3_MOE", "build", "config", "enable", "start"]
@@ -28,4 +26,4 @@ def build(args, spec="local"):
 
 
 def config(args, tp=1):
-    return build_config(complete(args), Layout(tp=tp), spec="local", dtype=None, training=False)
+    return build_config(args, Layout(tp=tp))

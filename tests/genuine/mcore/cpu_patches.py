@@ -1,22 +1,21 @@
-"""Run the megatron-core of PyPI (0.12.3 to 0.19.2) on a torch without a GPU.
+"""Train and save with the megatron-core of PyPI (0.12.3 to 0.19.2) on a torch without a GPU.
 
-Megatron-Core names CUDA in a few dozen places that only need some device. `enable` patches those
-once per process, in the ranks and not in their parent. It changes tensor placement and communication, never
-what is computed. If torch sees a GPU, it only adds what the local layer spec lacks without TransformerEngine.
+`enable` patches once per process, in the ranks and not in their parent, what this needs beyond the evaluation of a
+model. It changes tensor placement and communication, never what is computed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import inspect
 import multiprocessing
-import signal
+import os
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from reshard.oracle.megatron import cpu_patches as evaluation
+from reshard.oracle.megatron.ranks import end_with_parent
 
 _enabled = False
 
@@ -24,22 +23,16 @@ _enabled = False
 def enable() -> None:
     """Apply every patch once; call before models are built."""
     global _enabled
-    import torch._dynamo
-
     if _enabled:
         return
     _enabled = True
-    if torch.cuda.is_available():
-        _repair_local_spec()
-        return
-    # Megatron-Core compiles small functions; here compiling costs more than running them.
-    torch._dynamo.config.disable = True
+    evaluation.enable()
     _replace_cuda_runtime()
     _redirect_devices()
     _repair_random_states()
     _repair_uneven_collectives()
-    _repair_local_spec()
     _repair_experts()
+    _repair_norms()
     _repair_writers()
     _repair_distributed_optimizer()
 
@@ -142,18 +135,6 @@ def _repair_uneven_collectives() -> None:
     mappings._reduce_scatter_along_first_dim = reduce_scatter
 
 
-def _repair_local_spec() -> None:
-    """Fix code that only works if TransformerEngine is installed."""
-    from megatron.core.transformer.moe import moe_utils
-
-    # 0.16 uses the name unguarded, but imports it only if TransformerEngine is installed.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    _repair_attention()
-    _repair_norms()
-    _repair_delta_net()
-
-
 def _repair_experts() -> None:
     """Fix mixture-of-experts code that only works with a GPU."""
     import torch
@@ -169,29 +150,6 @@ def _repair_experts() -> None:
         from megatron.core.transformer.moe import grouped_gemm_util
 
         grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
-
-
-def _repair_attention() -> None:
-    """Multi-latent attention needs keys and values of different sizes, which only TransformerEngine's class accepts.
-
-    The plain DotProductAttention computes them unchanged, but must be given the width of its output.
-    """
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    # The import of the TransformerEngine wrappers never fails, so the module takes mock objects for real ones.
-    if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
-        multi_latent_attention.HAVE_TE = False
-    plain_init = DotProductAttention.__init__
-    if "v_channels" in inspect.signature(plain_init).parameters:
-        return
-
-    def init(self: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
-        plain_init(self, *args, **kwargs)
-        if v_channels is not None:
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-
-    DotProductAttention.__init__ = init
 
 
 def _repair_norms() -> None:
@@ -223,34 +181,6 @@ def _repair_norms() -> None:
         return module
 
     WrappedTorchNorm.__new__ = staticmethod(build)
-
-
-def _repair_delta_net() -> None:
-    """Build gated delta nets without the kernels of flash-linear-attention, which need a GPU.
-
-    Megatron-Core (since 0.16) also has the delta rule in plain torch.
-    """
-    import torch
-
-    try:
-        from megatron.core.ssm import gated_delta_net
-    except ImportError:
-        return
-    if gated_delta_net.HAVE_FLA:
-        return
-    modules = [gated_delta_net]
-    with contextlib.suppress(ImportError):  # a package since 0.19
-        from megatron.core.ssm.gated_delta_net import common, gdn
-
-        modules += [common, gdn]
-
-    def l2norm(values: Any, dim: int = -1, eps: float = 1e-6) -> Any:
-        return values * torch.rsqrt(values.square().sum(dim, keepdim=True) + eps)
-
-    for module in modules:
-        module.HAVE_FLA = True
-        module.l2norm = l2norm
-        module.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule
 
 
 def _repair_writers() -> None:
@@ -287,7 +217,7 @@ def _results_queue() -> Any:
     has no guard.
     """
     manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-    manager.start(die_with_parent)
+    manager.start(end_with_parent, (os.getpid(),))
     return manager.Queue()
 
 
@@ -304,8 +234,3 @@ def _repair_distributed_optimizer() -> None:
             quantize(parameters, *args, **kwargs)
 
     distrib_optimizer.quantize_param_shard = quantize_some
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends for any reason."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,11 +1,10 @@
-"""Load a checkpoint into model chunks strictly, and save one as Megatron-LM's `save_checkpoint` does."""
+"""Save model chunks as Megatron-LM's `save_checkpoint` does, and load a run with its optimizer."""
 
 from __future__ import annotations
 
 import argparse
 import pickle
 import random
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +12,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from reshard.algebra.layout import Layout
-from reshard.base.errors import ReshardError
-from reshard.engines.megatron import te_names
-from reshard.engines.megatron.process_groups import supported
-from reshard.engines.megatron.unpickle import inert_pickle
+from reshard.oracle.megatron.load_weights import (
+    Mismatch,
+    key_style,
+    model_key,
+    rank_folder,
+    stored_keys,
+    wanted_states,
+)
+from reshard.oracle.megatron.process_groups import supported
 
 MegatronFormat = Literal["torch_dist", "zarr", "torch"]
 """What `--ckpt-format` names; megatron-core wrote zarr until 0.15."""
@@ -26,198 +30,44 @@ _SHARDING_BEFORE_0_15 = {
     "fully_reshardable": "fully_sharded_model_space",
 }
 
-# Entries other than weights: fp8 state of TransformerEngine, optimizer, random states, data iterators.
-_NOT_WEIGHTS = re.compile(r"(_extra_state(/.*)?$)|^(optimizer\.|rng_state|rerun_state_machine|chained_)")
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """The differences that a strict load found.
-
-    `missing`: weights that the model has and the checkpoint lacks; `unexpected`: the reverse;
-    `other`: keys on either side that are not weights (`_extra_state`, optimizer, random states).
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    other: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, missing: Any, unexpected: Any) -> Mismatch:
-        """Sort keys into weights and others."""
-        other = {key for key in {*missing, *unexpected} if _NOT_WEIGHTS.search(key)}
-        return cls(
-            tuple(sorted(set(missing) - other)), tuple(sorted(set(unexpected) - other)), tuple(sorted(other))
-        )
-
-    @classmethod
-    def union(cls, mismatches: list[Mismatch]) -> Mismatch:
-        """The combined results of all ranks."""
-        return cls(
-            *(
-                tuple(sorted({key for one in mismatches for key in getattr(one, kind)}))
-                for kind in ("missing", "unexpected", "other")
-            )
-        )
-
-
-def is_torch_dist(folder: Path) -> bool:
-    """Whether an iteration folder is in torch_dist format, rather than `mp_rank_*`."""
-    return (folder / ".metadata").is_file()
-
-
-def refuse_unloadable(folder: Path) -> None:
-    """Raise ReshardError if the installed megatron-core does not read what an iteration folder has besides weights.
-
-    That is in `common.pt`, which every version reads, or else in the chunk files, which older ones do not read.
-    """
-    from megatron.core import __version__, dist_checkpointing
-
-    if any(folder.glob("*/.zarray")):
-        raise _unloadable(folder, "torch_dist", f"zarr, which megatron-core {__version__} does not read")
-    if not is_torch_dist(folder) or (folder / "common.pt").is_file():
-        return
-    try:
-        dist_checkpointing.load_common_state_dict(str(folder))
-    except Exception as error:  # 0.16 raises an AttributeError
-        found = f"none, which megatron-core {__version__} does not read"
-        raise _unloadable(folder, "a folder with common.pt", found) from error
-
-
-def _unloadable(folder: Path, expected: str, found: str) -> ReshardError:
-    return ReshardError(
-        "megatron-core-cannot-load",
-        "the installed megatron-core cannot load this checkpoint",
-        file=str(folder),
-        expected=expected,
-        found=found,
-        remedy="leave out --logits: the weights are compared all the same; or convert it with reshard convert "
-        "--to megatron, which writes torch_dist with common.pt, and compare the output",
-    )
-
-
-def rank_folder(folder: Path) -> Path:
-    """This rank's `mp_rank_*` folder: its pipeline and expert numbers appear only if those sizes exceed 1."""
-    from megatron.core import parallel_state as ps
-
-    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
-    if ps.get_pipeline_model_parallel_world_size() > 1:
-        name += f"_{ps.get_pipeline_model_parallel_rank():03d}"
-    if ps.get_expert_model_parallel_world_size() > 1:
-        name += f"_{ps.get_expert_model_parallel_rank():03d}"
-    return folder / name
-
-
-def model_key(chunks: list[Any], index: int) -> str:
-    """`model`, or `model0`, `model1` … if a rank has several chunks."""
-    return "model" if len(chunks) == 1 else f"model{index}"
-
-
-def load_weights(chunks: list[Any], folder: Path) -> Mismatch:
-    """Fill `chunks` from an iteration folder of either format; collective over all ranks."""
-    return _load_torch_dist(chunks, folder) if is_torch_dist(folder) else _load_legacy(chunks, folder)
-
-
-def _load_torch_dist(chunks: list[Any], folder: Path) -> Mismatch:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.validation import StrictHandling
-
-    keys = stored_keys(folder)
-    wanted = _wanted(chunks, _key_style(keys), every)
-    if not te_names.are_asked_for(chunks):
-        te_names.follow_checkpoint(wanted, keys)
-    # dist_checkpointing calls keys "missing" that the model does not request: the opposite of load_state_dict.
-    loaded, unexpected, missing = dist_checkpointing.load(
-        wanted, str(folder), strict=StrictHandling.RETURN_ALL
-    )
-    left = [_fill(chunk, loaded[model_key(chunks, index)]) for index, chunk in enumerate(chunks)]
-    return Mismatch.union([Mismatch.of(missing, unexpected), *left])
-
-
-def stored_keys(folder: Path) -> frozenset[str]:
-    """All keys of a torch_dist checkpoint, tensors and pickled objects."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    return frozenset(FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
-
-
-def _key_style(keys: frozenset[str]) -> dict[str, Any]:
-    """The metadata that makes `sharded_state_dict` use the key names of the checkpoint."""
-    from megatron.core import parallel_state as ps
-
-    return {
-        "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
-        "non_homogeneous_layers": any(re.match(r"decoder\.layers\.\d+\.", key) for key in keys),
-        "singleton_local_shards": any(key.endswith(("linear_fc1.weight_w", "fc1.weight_v")) for key in keys),
-        "chained_optim_avoid_prefix": True,
-    }
-
-
-def _fill(chunk: Any, state: dict[str, Any]) -> Mismatch:
-    """Load the weights that were read; missing keys are already in the report of `dist_checkpointing.load`."""
-    result = chunk.load_state_dict(state, strict=False)
-    return Mismatch.of((), result.unexpected_keys)
-
-
-NameFilter = Callable[[str], bool]
-"""Whether a key of a model's state is stored in the checkpoint."""
-
-
-def every(key: str) -> bool:
-    """Select all keys."""
-    return True
-
-
-def _wanted(chunks: list[Any], metadata: dict[str, Any], only: NameFilter) -> dict[str, Any]:
-    """The sharded state that the chunks request from a checkpoint."""
-    return {
-        model_key(chunks, index): _chosen(chunk.sharded_state_dict(metadata=metadata), only)
-        for index, chunk in enumerate(chunks)
-    }
-
-
-def _chosen(state: dict[str, Any], only: NameFilter) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if only(key)}
-
 
 def load_run(
     chunks: list[Any],
     folder: Path,
     optimizer: Any,
     scheduler: Any,
-    *,
-    only: NameFilter = every,
-    random_states: Layout | None = None,
-) -> Mismatch:
+) -> None:
     """Fill weights, optimizer and scheduler from torch_dist, as `load_checkpoint` of Megatron-LM does; collective.
 
-    Problems with the optimizer also count as missing or unexpected. `only` selects the stored weights. Random
-    states are loaded if their layout at saving time is passed.
+    Raises ValueError if a weight or a state is missing, or left over.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     keys = stored_keys(folder)
-    metadata = {**dist_checkpointing.load_content_metadata(str(folder)), **_key_style(keys)}
-    wanted: dict[str, Any] = _wanted(chunks, metadata, only)
-    te_names.follow_checkpoint(wanted, keys)
+    metadata = {**dist_checkpointing.load_content_metadata(str(folder)), **key_style(keys)}
+    wanted = wanted_states(chunks, keys)
     if optimizer.config.use_distributed_optimizer:
         _begin_states(optimizer)
     wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
-    if random_states:
-        wanted["rng_state"] = _sharded_random_state(random_states)
     loaded, unexpected, missing = dist_checkpointing.load(
         wanted, str(folder), strict=StrictHandling.RETURN_ALL
     )
-    left = [_fill(chunk, loaded[model_key(chunks, index)]) for index, chunk in enumerate(chunks)]
+    left = [
+        key
+        for index, chunk in enumerate(chunks)
+        for key in chunk.load_state_dict(loaded[model_key(chunks, index)], strict=False).unexpected_keys
+    ]
     optimizer.load_state_dict(_for_links(loaded["optimizer"], len(optimizer.chained_optimizers)))
     if optimizer.config.use_distributed_optimizer:
         _separate_steps(optimizer)
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
-    if random_states:
-        _set_random_state(loaded["rng_state"][0])
-    states = [tuple(key for key in found if "optimizer." in key) for found in (missing, unexpected)]
-    return Mismatch.union([Mismatch.of(missing, unexpected), Mismatch(*states), *left])
+    states = [[key for key in keys if "optimizer." in key] for keys in (missing, unexpected)]
+    mismatch = Mismatch.of(missing, [*unexpected, *left])
+    if mismatch != Mismatch() or any(states):
+        raise ValueError(
+            f"missing: {mismatch.missing, states[0]}; unexpected: {mismatch.unexpected, states[1]}"
+        )
 
 
 def _for_links(state: dict[Any, Any], links: int) -> dict[Any, Any]:
@@ -278,21 +128,6 @@ def _set_states(link: Any, original: Callable[..., None], parameter: Any, tensor
     original(parameter, {"step": link.optimizer.state[main]["step"], **tensors})
 
 
-def _load_legacy(chunks: list[Any], folder: Path) -> Mismatch:
-    import torch
-
-    file = rank_folder(folder) / "model_optim_rng.pt"
-    stored = torch.load(file, map_location="cpu", weights_only=False, pickle_module=inert_pickle)
-    found = []
-    for index, chunk in enumerate(chunks):
-        state = stored[model_key(chunks, index)]
-        if not te_names.are_asked_for(chunks):
-            state = te_names.legacy_to_local(chunk, state)
-        result = chunk.load_state_dict(state, strict=False)
-        found.append(Mismatch.of(result.missing_keys, result.unexpected_keys))
-    return Mismatch.union(found)
-
-
 @dataclass(frozen=True)
 class SaveOptions:
     """Options for writing a checkpoint. The defaults are those of Megatron-LM, except for `per_layer` and `singleton`,
@@ -334,7 +169,7 @@ def save_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     if options.format != "torch":
-        write_torch_dist(folder, state, chunks, layout, optimizer, scheduler, options)
+        _save_torch_dist(folder, state, chunks, layout, optimizer, scheduler, options)
     else:
         _save_legacy(folder, state, chunks, optimizer, scheduler)
     torch.distributed.barrier()
@@ -345,7 +180,7 @@ def save_checkpoint(
     return folder
 
 
-def write_torch_dist(
+def _save_torch_dist(
     folder: Path,
     state: dict[str, Any],
     chunks: list[Any],
@@ -353,9 +188,7 @@ def write_torch_dist(
     optimizer: Any,
     scheduler: Any,
     options: SaveOptions,
-    only: NameFilter = every,
 ) -> None:
-    """Write `state` and the rest of the run to the existing iteration folder `folder`; collective."""
     from megatron.core import dist_checkpointing
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
@@ -365,7 +198,7 @@ def write_torch_dist(
     content = _content_metadata(optimizer, options)
     metadata = {**content, "dp_cp_group": group}
     for index, chunk in enumerate(chunks):
-        state[model_key(chunks, index)] = _chosen(chunk.sharded_state_dict(metadata=metadata), only)
+        state[model_key(chunks, index)] = chunk.sharded_state_dict(metadata=metadata)
     if optimizer is not None:
         state["optimizer"] = _sharded_optimizer(optimizer, state, metadata)
         state["opt_param_scheduler"] = scheduler.state_dict()
@@ -432,18 +265,6 @@ def random_state() -> list[dict[str, Any]]:
             "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
         }
     ]
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    import numpy as np
-    import torch
-    from megatron.core import tensor_parallel
-
-    random.setstate(state["random_rng_state"])
-    np.random.set_state(state["np_rng_state"])
-    torch.set_rng_state(state["torch_rng_state"])
-    torch.cuda.set_rng_state(state["cuda_rng_state"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
 
 
 def _sharded_random_state(layout: Layout) -> Any:

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError
-from reshard.engines.megatron import process_groups
-from reshard.engines.megatron.checkpoint_io import Mismatch, load_weights, refuse_unloadable
-from reshard.engines.megatron.gpt_model import LayerSpec, build_model
-from reshard.engines.megatron.session import run_ranks
-from reshard.engines.megatron.stored_arguments import one_expert_at_a_time
+from reshard.oracle.megatron import process_groups
+from reshard.oracle.megatron.gpt_model import build_model, centre_norms
+from reshard.oracle.megatron.load_weights import Mismatch, load_weights, refuse_unloadable
+from reshard.oracle.megatron.ranks import run_ranks
 
 BatchTokens = npt.NDArray[np.integer[Any]]
 
 
-@dataclass(frozen=True)
-class MegatronLogits:
-    """Logits, float32 [batch, sequence, padded vocabulary], and the keys on which model and checkpoint differ.
-
-    `mtp` has the logits of the multi-token prediction layers, in order. For the other fields see `Mismatch`.
-    """
+class MegatronLogits(NamedTuple):
+    """Logits, float32 [batch, sequence, padded vocabulary], and those of the multi-token prediction layers in order."""
 
     logits: npt.NDArray[np.float32]
     mtp: tuple[npt.NDArray[np.float32], ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    other: tuple[str, ...]
 
 
 def megatron_logits(
@@ -43,33 +34,23 @@ def megatron_logits(
     *,
     args: argparse.Namespace | Mapping[str, Any],
     layout: Layout | None = None,
-    spec: LayerSpec = "local",
-    strict: bool = True,
-    timeout: float = 300.0,
+    **settings: Any,
 ) -> MegatronLogits:
     """Run `tokens` [batch, sequence] through the checkpoint in the iteration folder `checkpoint`, in float32.
 
     torch_dist is loaded in `layout` (default: one rank); `mp_rank_*` in the layout that it was saved in, which
-    must be passed as `layout`. `args` are Megatron-LM's, as the checkpoint stores them. The local modules also read
-    checkpoints that were written with TransformerEngine's names; `spec="te"` runs TransformerEngine itself.
-    Raises ReshardError if weights are missing or unexpected and `strict` is set, or if the installed megatron-core
-    cannot load the checkpoint; RankError if a rank fails.
+    must be passed as `layout`. `args` are Megatron-LM's, as the checkpoint stores them; `settings` are those of
+    `build_model`. Raises ReshardError if weights are missing or unexpected, or if the installed megatron-core cannot
+    load the checkpoint; RankError if a rank fails.
     """
     folder = Path(checkpoint)
     refuse_unloadable(folder)
-    if spec == "local":
-        args = one_expert_at_a_time(args)
     layout = layout or Layout()
-    ranks = run_ranks(
-        layout.world_size, _rank_logits, folder, tokens, args, layout, spec, strict, timeout=timeout
-    )
-    mismatch = Mismatch.union([found for found, _ in ranks])
-    if strict and (mismatch.missing or mismatch.unexpected):
-        raise ReshardError(_problems(mismatch, folder))
-    outputs = next(outputs for _, outputs in ranks if outputs)
-    return MegatronLogits(
-        outputs[-1], tuple(outputs[:-1]), mismatch.missing, mismatch.unexpected, mismatch.other
-    )
+    ranks = run_ranks(layout.world_size, _rank_logits, folder, tokens, args, layout, settings)
+    if problems := _problems(Mismatch.union([mismatch for mismatch, _ in ranks]), folder):
+        raise ReshardError(problems)
+    *mtp, logits = next(outputs for _, outputs in ranks if outputs)
+    return MegatronLogits(logits, tuple(mtp))
 
 
 def _problems(mismatch: Mismatch, folder: Path) -> list[Problem]:
@@ -102,20 +83,20 @@ def _rank_logits(
     tokens: BatchTokens,
     args: argparse.Namespace | Mapping[str, Any],
     layout: Layout,
-    spec: LayerSpec,
-    strict: bool,
+    settings: Mapping[str, Any],
 ) -> tuple[Mismatch, list[npt.NDArray[np.float32]]]:
     """One rank's part: the last stage's first tensor and data parallel rank returns the logits."""
     import torch
     from megatron.core import parallel_state as ps
 
-    process_groups.initialize(layout, seed=0)
-    chunks = build_model(args, layout, spec=spec)
+    process_groups.initialize(layout)
+    chunks = build_model(args, layout, **settings)
     mismatch = load_weights(chunks, folder)
-    gathered: list[Mismatch] = [Mismatch()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, mismatch)
-    if strict and any(found.missing or found.unexpected for found in gathered):
+    everywhere: list[Mismatch] = [mismatch] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, mismatch)
+    if any(each.missing or each.unexpected for each in everywhere):
         return mismatch, []
+    centre_norms(chunks, args)
     outputs = forward_logits(chunks, torch.from_numpy(np.asarray(tokens, dtype=np.int64)), layout)
     first = ps.get_tensor_model_parallel_rank() == 0 and ps.get_data_parallel_rank() == 0
     return mismatch, [output.numpy() for output in outputs] if first else []

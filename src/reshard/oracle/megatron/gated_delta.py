@@ -5,20 +5,7 @@ Megatron-Core only has a spec of TransformerEngine's modules. The module compute
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
-
-from reshard.engines.megatron.stored_arguments import DELTA_FIELDS
-
-
-def has_delta_nets(args: SimpleNamespace) -> bool:
-    """Whether the arguments describe a model with gated delta nets."""
-    return getattr(args, "experimental_attention_variant", None) == "gated_delta_net"
-
-
-def delta_fields(args: SimpleNamespace) -> dict[str, Any]:
-    """The fields of TransformerConfig that describe delta nets and gated attention."""
-    return {name: getattr(args, name) for name in DELTA_FIELDS if getattr(args, name, None) is not None}
 
 
 def delta_block_spec(config: Any, stage: int | None, layer: Any, *, local: bool) -> Any:

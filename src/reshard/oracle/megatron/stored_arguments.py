@@ -22,7 +22,6 @@ ARGUMENT_DEFAULTS: dict[str, Any] = {
     "kv_channels": None,
     "kv_lora_rank": 32,
     "moe_ffn_hidden_size": None,
-    "moe_grouped_gemm": False,
     "moe_layer_freq": 1,
     "mscale": 1.0,
     "mscale_all_dim": 0.0,
@@ -82,7 +81,6 @@ _SAME_NAME = (
     "kv_lora_rank",
     "moe_aux_loss_coeff",
     "moe_ffn_hidden_size",
-    "moe_grouped_gemm",
     "moe_layer_freq",
     "moe_router_bias_update_rate",
     "moe_router_dtype",
@@ -96,7 +94,6 @@ _SAME_NAME = (
     "moe_router_topk_scaling_factor",
     "moe_shared_expert_gate",
     "moe_shared_expert_intermediate_size",
-    "moe_use_legacy_grouped_gemm",
     "mscale",
     "mscale_all_dim",
     "mtp_loss_scaling_factor",
@@ -153,19 +150,11 @@ def complete(args: argparse.Namespace | Mapping[str, Any]) -> SimpleNamespace:
     return full
 
 
-def one_expert_at_a_time(args: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments without grouped experts, whose kernels need a GPU. The same weights compute the same."""
-    given = dict(args) if isinstance(args, Mapping) else dict(vars(args))
-    return {**given, "moe_grouped_gemm": False}
-
-
 def stage_sizes(args: SimpleNamespace, layout: Layout) -> dict[str, Any]:
     """Uneven pipeline stages, as arguments of TransformerConfig.
 
     Those in `args` apply only to the number of stages that `args` were written for.
     """
-    if layout.stages:
-        return {"pipeline_model_parallel_layout": pipeline_layout(args, layout)}
     if layout.pp == 1 or layout.pp != args.pipeline_model_parallel_size:
         return {}
     uneven = {
@@ -176,12 +165,16 @@ def stage_sizes(args: SimpleNamespace, layout: Layout) -> dict[str, Any]:
     return {name: value for name, value in uneven.items() if value is not None}
 
 
-def pipeline_layout(args: SimpleNamespace, layout: Layout) -> str:
-    """`layout.stages` in the syntax of `--pipeline-model-parallel-layout`, e.g. `Et*3|tmL`."""
-    stages = [f"t*{layers}" if layers else "" for layers in layout.stages]
-    stages[0] = "E" + stages[0]
-    stages[-1] += "m" * (args.mtp_num_layers or 0) + "L"
-    return "|".join(stages)
+def has_delta_nets(args: SimpleNamespace) -> bool:
+    """Whether the arguments describe a model with gated delta nets."""
+    return getattr(args, "experimental_attention_variant", None) == "gated_delta_net"
+
+
+def decisive_fields(args: SimpleNamespace) -> dict[str, Any]:
+    """Fields without which another function would be computed, and which older versions of megatron-core lack."""
+    # Before 0.16, a custom spec had the gate of shared experts; no_rope_freq is from 0.13.
+    names = ("moe_shared_expert_gate", "no_rope_freq", *(DELTA_FIELDS if has_delta_nets(args) else ()))
+    return {name: value for name in names if (value := getattr(args, name, None))}
 
 
 def config_fields(args: SimpleNamespace, config_class: type) -> dict[str, Any]:
@@ -225,25 +218,3 @@ def yarn_attributes(args: SimpleNamespace) -> dict[str, Any]:
     names = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
     given = {name: value for name, value in vars(args).items() if name.startswith("yarn_")}
     return {**{f"yarn_{name}": getattr(args, name) for name in names}, **given}
-
-
-def to_store(
-    args: argparse.Namespace | Mapping[str, Any], layout: Layout, **changes: Any
-) -> argparse.Namespace:
-    """The arguments as a checkpoint of this layout stores them, under the names of Megatron-LM's parser."""
-    stored = argparse.Namespace(**vars(complete(args)))
-    layers_per_chunk = stored.num_layers // layout.pp // (layout.virtual or 1)
-    spelled: dict[str, Any] = {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.virtual,
-        "num_layers_per_virtual_pipeline_stage": layers_per_chunk if layout.virtual else None,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
-        "context_parallel_size": layout.cp,
-    }
-    if layout.stages:
-        spelled["pipeline_model_parallel_layout"] = pipeline_layout(complete(args), layout)
-    for name, value in {**spelled, **changes}.items():
-        setattr(stored, name, value)
-    return stored

@@ -1,1 +1,0 @@
-"""Frameworks that reshard runs: to verify conversions, and to train."""
