@@ -291,7 +291,7 @@ def test_a_tool_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 def test_a_long_answer_is_cut(place: Path) -> None:
     (cut,) = answers([("facts", {"targets": ["train.log"]})], place, "--output-limit", "1000")
     assert not cut.refused and len(cut.text) <= 1000
-    assert cut.content.keys() == {"findings", "facts"} and " more" in cut.text
+    assert cut.content.keys() == {"answer", "findings", "unknown", "facts"} and " more" in cut.text
 
 
 @pytest.mark.thorough

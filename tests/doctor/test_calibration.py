@@ -116,7 +116,7 @@ def test_entries_that_share_hardly_a_word_are_not_near() -> None:
             "Some specified arguments are not used by the HfArgumentParser: ['--overlap_com']",
             "unknown-key",
         ),
-        ("When I train I get 'frob' from a wibble, any ideas?", "description-only"),
+        ("When I train I get 'frob' from a wibble, any ideas?", UNKNOWN_FAILURE),
         (
             "NCCL error in: a.cpp:1331, unhandled system error (run with NCCL_DEBUG=INFO for details)",
             UNKNOWN_FAILURE,
@@ -213,6 +213,6 @@ def test_a_list_of_packages_is_read_as_one(how: str, tmp_path: Path) -> None:
 
 
 def test_a_log_without_a_failure_is_said_to_have_been_read(tmp_path: Path) -> None:
-    (tmp_path / "a.log").write_text("hello\n" * 1234)
+    (tmp_path / "a.log").write_text("hello\n" * 1233 + "Training finished.")
     shown = command("doctor", tmp_path / "a.log")
     assert shown.code == 0 and "lines read: 1,234" in shown.out and "nothing wrong" not in shown.out

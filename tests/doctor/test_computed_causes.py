@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.runs.checks.finding import UNKNOWN_FAILURE
+from reshard.runs.checks.finding import UNKNOWN, UNKNOWN_FAILURE
 from reshard.runs.checks.rules import rules
 from reshard.runs.doctor import log_diagnosis
 from reshard.runs.doctor.log_diagnosis import diagnose_text
@@ -35,7 +35,7 @@ def test_a_hang_that_torch_reports_without_a_collective() -> None:
     found = first(
         "\n".join(f"[rank{rank}]:[E704 13:48:58.26 ProcessGroupNCCL.cpp:1746] {said}" for rank in range(9))
     )
-    assert found.code == "hang-described" and found.certainty == "likely"
+    assert found.code == "hang-described" and found.certainty == UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_hang_that_torch_reports_without_a_collective() -> None:
 )
 def test_a_hang_in_somebody_s_own_words(said: str) -> None:
     found = first(said)
-    assert found.code == "hang-described" and found.certainty == "possible"
+    assert found.code == "hang-described" and found.certainty == UNKNOWN
     assert "py-spy" in found.remedy.en and "py-spy" in found.remedy.zh
     assert not diagnose_text("log", "INFO: a worker hung up\n" + "step: 1\n" * 10)
 

@@ -117,7 +117,7 @@ SAID = {
         "likely",
         "transformer_layer_cls_to_wrap",
     ),
-    FREED: ("unknown-failure", "possible", ""),
+    FREED: ("unknown-failure", "unknown", ""),
     "RuntimeError: size mismatch, got 896, 896x4096,0": ("zero3-weight-2d", "possible", "with an engine"),
 }
 

@@ -14,7 +14,7 @@ from reshard.runs.doctor.log_diagnosis import diagnose_text
 from reshard.runs.doctor.text.line_prefixes import TRACEBACK_START
 from reshard.runs.doctor.text.tracebacks import Traceback
 from reshard.runs.doctor.unknown_failure import WORKER_TRACEBACK_MISSING
-from reshard.runs.doctor.upstream_search import issues_of, own_code, package_of
+from reshard.runs.doctor.upstream_search import issue_search, own_code, package_of
 from tests.doctor.test_log import FAILURE
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"
@@ -104,7 +104,7 @@ def test_the_status_alone_decides_what_ended_a_worker(status: str, code: str) ->
 def test_a_traceback_whose_lines_were_joined_is_not_taken_for_a_clean_log() -> None:
     joined = "12:00 - [rank7]: AssertionError    12:00 - [rank7]: Traceback (most recent call last): (RANK 7)     12:0"
     (found,) = diagnose_text("log", joined)
-    assert found.code == UNKNOWN_FAILURE and found.certainty == "possible"
+    assert found.code == UNKNOWN_FAILURE and found.certainty == "unknown"
 
 
 def test_an_assertion_in_somebody_s_own_sentence_is_a_failure() -> None:
@@ -189,7 +189,7 @@ def test_an_argument_that_no_release_explains_is_unknown() -> None:
     (found,) = diagnose_text(
         "log", f"{call}TypeError: A.load_adapter() got an unexpected keyword argument 'state'"
     )
-    assert (found.code, found.certainty) == (UNKNOWN_FAILURE, "possible")
+    assert (found.code, found.certainty) == (UNKNOWN_FAILURE, "unknown")
     (known,) = diagnose_text(
         "log", f"{call}TypeError: SFTConfig.__init__() got an unexpected keyword argument 'max_seq_length'"
     )
@@ -235,8 +235,11 @@ def test_an_unknown_failure_names_where_to_search() -> None:
         f"{SITE}/torch/nn/modules/module.py:1736 _call_impl",
     ]
     root = Traceback("", 1, 2, 2, "ValueError", "the frob 'a.b' of /tmp/x has 7 grobs, not 8", frames)
-    assert issues_of(root) == ("transformers", "https://github.com/huggingface/transformers/issues")
-    assert issues_of(Traceback("", 1, 2, 2, "KeyError", "'x'", ["train.py:3 main"])) is None
+    name, url = issue_search(root)
+    assert name == "transformers" and url == (
+        "https://github.com/huggingface/transformers/issues?q=is%3Aissue+ValueError+the+frob+%27a.b%27+of+has+grobs+not"
+    )
+    assert issue_search(Traceback("", 1, 2, 2, "KeyError", "'x'", ["train.py:3 main"]))[0] == ""
     lines = "\n".join([*FAILURE[:-1], "FrobError: no grobs"])
     (found,) = diagnose_text("log", lines)
     assert "github.com/" in found.remedy.en and "github.com/" in found.remedy.zh
@@ -257,7 +260,7 @@ def test_an_unknown_failure_names_where_to_search() -> None:
 def test_a_generated_file_is_nobodys_own_code(path: str, is_own: bool) -> None:
     root = Traceback("", 1, 2, 2, "FrobError", "no grobs", [f"{path}:4 forward"])
     assert (own_code(root) is not None) is is_own
-    assert issues_of(root) is None
+    assert issue_search(root)[0] == ""
 
 
 def test_a_package_that_raised_is_not_blamed() -> None:

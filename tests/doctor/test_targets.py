@@ -298,7 +298,7 @@ def test_the_log_of_a_rank_that_failed_first_is_read_among_many(tmp_path: Path) 
         os.utime(folder / "stderr.log", (1000 + (rank != 3), 1000 + (rank != 3)))
     shown = command("doctor", tmp_path)
     assert shown.code == 1 and "dtensor-mixed-cat" in shown.out
-    assert shown.out.startswith(f"no failure in 39 of 40 logs in {tmp_path}\n")
+    assert shown.out.startswith(f"no error in 39 of 40 logs in {tmp_path}\n")
 
 
 def test_a_failure_of_every_rank_is_not_shown_for_every_rank(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_run_that_kept_no_log_is_told_what_to_pass(tmp_path: Path, files: dict
 def test_binary_files_are_no_logs_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "model.out").write_bytes(bytes(range(256)) * 9)
     assert "neither a checkpoint nor a log" in command("doctor", tmp_path).err
-    (tmp_path / "run.log").write_text("step 1\n")
+    (tmp_path / "run.log").write_text("Training finished.\n")
     shown = command("doctor", tmp_path)
     assert shown.code == 0 and "run.log" in shown.out + shown.err and "model.out" not in shown.out + shown.err
 

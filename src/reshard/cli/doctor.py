@@ -19,6 +19,7 @@ from reshard.cli.options import quiet_option
 from reshard.cli.record import record_options
 from reshard.cli.usage import Command
 from reshard.runs.checks.environment import ENVIRONMENT_PACKAGES, Environment, look_around
+from reshard.runs.checks.finding import UNKNOWN
 from reshard.runs.checks.rules import rules
 from reshard.runs.doctor import Finding
 from reshard.runs.doctor.diagnose_targets import bytes_of_logs, examine
@@ -31,7 +32,8 @@ from reshard.runs.doctor.targets.environments import diagnose_environment
 LABELS = {
     "en": {"why": "why", "cure": "cure", "where": "where", "fixed": "fixed", "because": "because"}
     | {"sources": "sources", "also": "explains", "clean": "nothing wrong found", "punctuation": ": | (|, |)"}
-    | {"sure": "sure", "likely": "likely", "possible": "possible", "warning": "warning", "error": "error"}
+    | {"sure": "sure", "likely": "likely", "possible": "possible", "unknown": "unknown"}
+    | {"seen": "seen", "next": "next", "warning": "warning", "error": "error"}
     | {
         "absent": "not installed",
         "none": "–",
@@ -52,7 +54,8 @@ LABELS = {
     | {"count": "{count} failures; `reshard doctor --explain ID` shows more"},
     "zh": {"why": "原因", "cure": "解法", "where": "位置", "fixed": "改为", "because": "依据"}
     | {"sources": "来源", "also": "由此引起", "clean": "没有发现问题", "punctuation": "：|（|，|）"}
-    | {"sure": "确定", "likely": "很可能", "possible": "有可能", "warning": "警告", "error": "错误"}
+    | {"sure": "确定", "likely": "很可能", "possible": "有可能", "unknown": "未知"}
+    | {"seen": "所见", "next": "下一步", "warning": "警告", "error": "错误"}
     | {"absent": "未安装", "none": "–", "total": "共 {errors}、{warnings}；请先解决第一个"}
     | {"count_error": "1 个错误", "count_errors": "{count} 个错误"}
     | {"count_warning": "1 个警告", "count_warnings": "{count} 个警告"}
@@ -115,7 +118,10 @@ def command(targets: tuple[str, ...], *, quiet: bool, json_output: bool, **optio
     Each finding states how certain it is. Fix the first one first. --json also prints `facts`: what the files show,
     each with its line, and in `unseen` what they do not show, with the command that would.
 
-    Exit status: 0 no errors (there may be warnings), 1 errors, 2 a target cannot be read.
+    A log without an error counts as a run without failure only if it says that the run ended well. Otherwise, and if
+    nothing known explains an error, the answer is `unknown`: what was seen, and where to look next.
+
+    Exit status: 0 no errors (there may be warnings), 1 errors or unknown, 2 a target cannot be read.
     """
     flags = Flags(**options)
     language = flags.lang or locale_language()
@@ -142,7 +148,7 @@ def _diagnose(targets: tuple[str, ...], flags: Flags, *, quiet: bool, json_outpu
     if json_output:
         shown = {} if environment is None else {"environment": environment.as_dict()}
         facts = {} if environment is not None else {"facts": examination.facts}
-        print_json({**shown, "findings": [finding.told(flags.lang) for finding in findings], **facts})
+        print_json({**shown, **examination.as_dict(flags.lang), **facts})
     elif quiet:
         _print_lines(findings, language)
     else:
@@ -179,8 +185,17 @@ def _print_lines(findings: list[Finding], language: str) -> None:
     words = LABELS[language]
     for finding in findings:
         where = f"{finding.places[0]}: " if finding.places else ""
-        said = f"{finding.message.of(language)} ({finding.code}, {words[finding.certainty]})"
-        stdout().print(escape(f"{where}{words[finding.severity]}: {said}"))
+        said = f"{finding.message.of(language)} ({', '.join(_code_and_certainty(finding, words))})"
+        stdout().print(escape(f"{where}{words[_heading(finding)]}: {said}"))
+
+
+def _heading(finding: Finding) -> str:
+    return UNKNOWN if finding.certainty == UNKNOWN else finding.severity
+
+
+def _code_and_certainty(finding: Finding, words: dict[str, str]) -> list[str]:
+    """Of an answer that is unknown, its heading says so."""
+    return [finding.code] if finding.certainty == UNKNOWN else [finding.code, words[finding.certainty]]
 
 
 def _print(findings: list[Finding], read: list[Text], language: str) -> None:
@@ -193,11 +208,12 @@ def _print(findings: list[Finding], read: list[Text], language: str) -> None:
     for finding in findings:
         _print_finding(finding, language)
         console.print()
-    if len(findings) == 1:
+    known = [finding for finding in findings if finding.certainty != UNKNOWN]
+    if len(known) == 1:
         console.print(f"[bold]{words['total1']}[/]")
-    elif findings:
-        errors = sum(finding.severity == "error" for finding in findings)
-        counts = {"errors": errors, "warnings": len(findings) - errors}
+    elif known:
+        errors = sum(finding.severity == "error" for finding in known)
+        counts = {"errors": errors, "warnings": len(known) - errors}
         shown = {
             kind: words[f"count_{kind if count != 1 else kind[:-1]}"].format(count=count)
             for kind, count in counts.items()
@@ -218,10 +234,11 @@ PLACES = 8
 def _print_finding(finding: Finding, language: str) -> None:
     console, words = stdout(), LABELS[language]
     style = "bold red" if finding.severity == "error" else "bold yellow"
+    why, cure = ("seen", "next") if finding.certainty == UNKNOWN else ("why", "cure")
     colon = words["punctuation"].split("|")[0]
     console.print(
-        f"[{style}]{words[finding.severity]}{colon}[/][bold]{escape(finding.message.of(language))}[/]"
-        f"{_aside(words, finding.code, words[finding.certainty])}"
+        f"[{style}]{words[_heading(finding)]}{colon}[/][bold]{escape(finding.message.of(language))}[/]"
+        f"{_aside(words, *_code_and_certainty(finding, words))}"
     )
     for place in finding.places[:PLACES]:
         console.print(
@@ -231,8 +248,8 @@ def _print_finding(finding: Finding, language: str) -> None:
             console.print(f"[bold]{words['fixed']}[/] {escape(place.fixed)}")
     if len(finding.places) > PLACES:
         console.print(f"[bold]{words['where']}[/] … +{len(finding.places) - PLACES:,} (--json)")
-    console.print(f"[bold]{words['why']}[/] {escape_lines(finding.rule.of(language))}")
-    console.print(f"[bold]{words['cure']}[/]")
+    console.print(f"[bold]{words[why]}[/] {escape_lines(finding.rule.of(language))}")
+    console.print(f"[bold]{words[cure]}[/]")
     _print_cure(finding.remedy.of(language))
     for evidence in finding.evidence:
         console.print(f"[bold]{words['because']}[/] {escape(evidence.of(language))}")

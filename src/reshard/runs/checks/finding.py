@@ -12,7 +12,9 @@ from reshard.runs.checks.location import Location
 
 UNKNOWN_FAILURE = "unknown-failure"
 """The code of a failure that nothing explains."""
-CERTAINTIES = ("sure", "likely", "possible")
+UNKNOWN = "unknown"
+"""The certainty of what explains nothing: it says where a run failed, and what would tell why."""
+CERTAINTIES = ("sure", "likely", "possible", UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from reshard.runs.checks.finding import UNKNOWN_FAILURE, Finding
+from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.rules import RuleValues, covered_by, told_at
 from reshard.runs.doctor.causes import (
     divisibility,
@@ -32,9 +32,9 @@ from reshard.runs.doctor.causes.package_requirements import of_packages, of_requ
 from reshard.runs.doctor.causes.placeholder_files import of_placeholder
 from reshard.runs.doctor.causes.shadowed_packages import of_shadow
 from reshard.runs.doctor.causes.unknown_arguments import of_arguments
-from reshard.runs.doctor.entries.descriptions import DESCRIBED, of_description
-from reshard.runs.doctor.entries.matching import of_entries
+from reshard.runs.doctor.entries.matching import of_description, of_entries
 from reshard.runs.doctor.ranking import Candidate, Explains, Specificity
+from reshard.runs.doctor.text.ended_well import ended_well
 from reshard.runs.doctor.text.error_lines import is_error
 from reshard.runs.doctor.text.first_failure import first_sign
 from reshard.runs.doctor.text.log import Log, Traceback
@@ -103,10 +103,8 @@ def candidates_of(log: Log) -> list[Candidate]:
     if root is None and not any(each.explains < Explains.WARNING for each in found):
         root = out_of_memory.last_words(log)
     is_told = root is None or not (root.exception or root.frames or is_error(root.said))
-    if is_told and not found and (described := of_description(log)):
-        closeness = Specificity.UNKNOWN if described.code == DESCRIBED else Specificity.MESSAGE
-        place, covers = described.places[0].line or 0, frozenset({UNKNOWN_FAILURE})
-        found.append(Candidate(described, Explains.FIRST, closeness, place, covers))
+    if is_told and not found and not ended_well(log.lines) and (described := of_description(log)):
+        found.append(described)
     return [*found, *(_at_first(root, log) if root else ())]
 
 

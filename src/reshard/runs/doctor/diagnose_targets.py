@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from reshard.base.argument_checks import Arguments
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.exceptions_to_problems import for_users
-from reshard.base.foreign_text import shown
+from reshard.base.foreign_text import clipped, shown
 from reshard.base.languages import Text
 from reshard.base.plain_json import decoded
 from reshard.base.suggest import similar_path
@@ -36,8 +36,10 @@ from reshard.runs.doctor.targets.run_folders import (
     configs_in,
     logs_in,
 )
+from reshard.runs.doctor.text.ended_well import ended_well
 from reshard.runs.doctor.text.log import Log
 from reshard.runs.doctor.text.text_files import CONFIG_SUFFIXES, PROBED_BYTES, SHELL_SUFFIXES, encoding_of
+from reshard.runs.doctor.unknown_failure import of_unended
 from reshard.stores import as_path, typed_path
 
 if TYPE_CHECKING:
@@ -132,6 +134,7 @@ def examine(
         found += of_pair(*seen.checkpoints)
     if scripts := [target for target in named if target.endswith(SHELL_SUFFIXES)]:
         found = _launched(found, scripts)
+    found += seen.without_end(found)
     findings = spelled((typed(finding, seen.commands) for finding in combined(found)), seen.usage)
     texts = {**seen.usage.texts, **seen.lists}
     return Examination(findings, seen.logs, texts, seen.inspected, found, seen.logs_left_out)
@@ -168,6 +171,10 @@ class _Seen:
     lists: dict[str, str] = field(default_factory=dict)
     """Lists of packages, by their path."""
     inspected: dict[str, Inspection | None] = field(default_factory=dict)
+    ends_well: bool = False
+    """Whether a log says that the run ended well: one rank says it for all."""
+    unended: Finding | None = None
+    """The answer for the first log that says neither this nor why it failed."""
 
     def of_usage(self, target: str) -> None:
         """Record what a script or a config shows about the run; logs are read later, only once."""
@@ -212,10 +219,26 @@ class _Seen:
             count += lines
 
         log = log_of(target, self.on_bytes, counted)
-        if not (found := findings_in(log, self.usage)):
-            on_read(words("read-lines", target="stdin" if target == STDIN else target, count=count))
+        found = findings_in(log, self.usage)
+        if all(each.severity != "error" for each in found):
+            self._note_end(log, count, on_read)
         self._keep(log, has_findings=bool(found))
         return found
+
+    def _note_end(self, log: Log, count: int, on_read: Callable[[Text], None]) -> None:
+        """Note whether a log without errors says that its run ended well, and report what was read."""
+        shown = {"target": "stdin" if log.name == STDIN else log.name, "count": count}
+        if line := ended_well(log.lines):
+            self.ends_well = True
+            on_read(words("read-end", line=line.number, said=clipped(line.text.strip(), MAX_SAID), **shown))
+        else:
+            self.unended = self.unended or of_unended(log)
+            on_read(words("read-lines", **shown))
+
+    def without_end(self, found: Sequence[Finding]) -> list[Finding]:
+        """The answer if no target shows an error, and none of the logs says that the run ended well."""
+        is_known = self.ends_well or any(each.severity == "error" for each in found)
+        return [] if is_known or self.unended is None else [self.unended]
 
     def _keep(self, log: Log, has_findings: bool) -> None:
         """Keep a log for its facts, unless there are many: half of the room is for those with findings."""
@@ -268,6 +291,8 @@ class _Seen:
 
 MAX_LOG_LINES = 400_000
 """Lines of logs that are kept for their facts, in about 150 MB."""
+MAX_SAID = 100
+"""Characters of the line that says that a run ended well."""
 MAX_NAMED_LOGS = 8
 """Logs without findings that are named one by one."""
 

@@ -6,11 +6,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.finding import UNKNOWN, Finding
 from reshard.runs.doctor.text.log import Log
 
 if TYPE_CHECKING:
     from reshard.commands.inspection import Inspection
+
+
+NO_FAILURE = "no-failure"
+"""The answer if nothing is wrong, or only warnings were found."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,22 @@ class Examination:
     """The findings of each target alone."""
     logs_left_out: int = 0
     """Logs that were diagnosed and are not kept, because there are too many."""
+
+    @property
+    def answer(self) -> str:
+        """The certainty of the first error, "unknown" if none is explained, or "no-failure"."""
+        of_errors = [each.certainty for each in self.findings if each.severity == "error"]
+        return next((each for each in of_errors if each != UNKNOWN), UNKNOWN if of_errors else NO_FAILURE)
+
+    def as_dict(self, language: str | None = None) -> dict[str, Any]:
+        """The answer as in `doctor --json`: what is known, apart from what is not. Texts in both languages, or one."""
+        known = [each for each in self.findings if each.certainty != UNKNOWN]
+        unknown = [each for each in self.findings if each.certainty == UNKNOWN]
+        return {
+            "answer": self.answer,
+            "findings": [each.told(language) for each in known],
+            "unknown": [each.told(language) for each in unknown],
+        }
 
     @cached_property
     def facts(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A failure that nothing explains: where it happened, what its message asks for, and entries that are like it."""
+"""What the doctor answers if it knows no cause: where a run failed, what its log says of it, and where to look next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from reshard.base.foreign_text import clipped, shown_lines
 from reshard.base.languages import Text
-from reshard.runs.checks.finding import UNKNOWN_FAILURE, Finding
+from reshard.runs.checks.finding import UNKNOWN, UNKNOWN_FAILURE, Finding
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import words
 from reshard.runs.checks.rules import told
@@ -17,12 +17,15 @@ from reshard.runs.doctor.text.first_failure import which_is_first
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import CUT_OFF_TRACEBACK, EXIT_STATUS, is_launchers
 from reshard.runs.doctor.text.remedy_sentences import asks
-from reshard.runs.doctor.upstream_search import issues_of, own_code
+from reshard.runs.doctor.upstream_search import issue_search, own_code
 
 UNKNOWN_THAT_ASKS = "unknown-failure-that-asks"
 WORKER_TRACEBACK_MISSING = "worker-traceback-missing"
+RUN_END_UNKNOWN = "run-end-unknown"
 MAX_MESSAGE = 2000
 """Maximum characters of a message that are shown as the cause."""
+MAX_COMMAND = 200
+"""Maximum characters of a command that are shown."""
 
 
 def last_line(root: Traceback, log: Log) -> Location:
@@ -32,40 +35,69 @@ def last_line(root: Traceback, log: Log) -> Location:
 
 
 def of_unseen(root: Traceback, log: Log) -> Finding | None:
-    """The finding for a log in which only the launcher reports that a worker failed."""
+    """The answer to a log in which only the launcher reports that a worker failed."""
     if not is_launchers(root):
         return None
     who = log.first_to_die
     evidence = [] if who is None else [words("first-to-die", who=who)]
-    return told(WORKER_TRACEBACK_MISSING, [last_line(root, log)], certainty="likely", evidence=evidence)
+    return told(WORKER_TRACEBACK_MISSING, [last_line(root, log)], evidence=[*evidence, *run_facts(log)])
+
+
+def of_unended(log: Log) -> Finding:
+    """The answer to a log without a failure that does not say either that its run ended well."""
+    line = next((line for line in reversed(log.lines) if line.text.strip()), None)
+    places = [Location.of(log.name, line.number, line.text)] if line else []
+    return told(RUN_END_UNKNOWN, places, evidence=run_facts(log))
 
 
 def of_unknown(root: Traceback, log: Log) -> Finding | None:
-    """The finding for a failure that no entry explains: with its traceback and the nearest entries."""
+    """The answer to a failure that nothing explains: its message, its frames, and where to search for it."""
     if is_launchers(root):
         return None
-    near = nearest(root.said, catalogue().values())
     first = root.root
-    said = words("cut-off") if first.exception == CUT_OFF_TRACEBACK else Text.same(_quoted(first.said))
-    frames = [f"  {frame}" for frame in first.frames[-6:]]
-    frames += [f"    {shown_lines(first.source)}"] if first.source else []
-    place = last_line(root, log)
     asked = clipped(asks(root.message), MAX_MESSAGE)
-    messages = [] if asked == first.message.strip() else [said]  # the remedy quotes it
-    quoted = Text.lines([*map(Text.same, frames), *messages])
-    values: dict[str, object] = {"shown": quoted, "asked": asked}
-    values["near"] = words("near-entries", near=", ".join(near)) if near else Text.same("")
-    known = None if first.exception in (CUT_OFF_TRACEBACK, EXIT_STATUS) else issues_of(first)
-    upstream = words("search-upstream", name=known[0], url=known[1]) if known else Text.same("")
-    if own := own_code(first):
-        upstream = words("own-code", frame=own)
-    values["upstream"] = Text(*(f"{text}\n" if text else "" for text in (upstream.en, upstream.zh)))
+    near = nearest(root.said, catalogue().values())
+    values = {
+        "shown": _shown(first, is_quoted=asked == first.message.strip()),
+        "asked": asked,
+        "near": words("near-entries", near=", ".join(near)) if near else Text.same(""),
+        "upstream": _where_to_search(first),
+    }
     rule = UNKNOWN_THAT_ASKS if asked else UNKNOWN_FAILURE
-    found = told(rule, [place], values, certainty="possible", evidence=[which_is_first(root)])
+    evidence = [which_is_first(root), *run_facts(log)]
+    found = told(rule, [last_line(root, log)], values, certainty=UNKNOWN, evidence=evidence)
     return replace(found, code=UNKNOWN_FAILURE)
 
 
-def _quoted(said: str) -> str:
+def run_facts(log: Log) -> list[Text]:
+    """What a log says of its run that others need to explain its failure."""
+    versions = ", ".join(f"{name} {version}" for name, version in log.versions.items())
+    facts = [words("run-versions", versions=versions)] if versions else []
+    if command := log.command:
+        facts.append(words("run-command", command=clipped(command.text, MAX_COMMAND)))
+    return facts
+
+
+def _shown(first: Traceback, *, is_quoted: bool) -> Text:
+    """The innermost frames of a failure, and its message if the remedy does not quote it."""
+    frames = [f"  {frame}" for frame in first.frames[-6:]]
+    frames += [f"    {shown_lines(first.source)}"] if first.source else []
+    said = words("cut-off") if first.exception == CUT_OFF_TRACEBACK else Text.same(_indented(first.said))
+    return Text.lines([*map(Text.same, frames), *([] if is_quoted else [said])])
+
+
+def _where_to_search(first: Traceback) -> Text:
+    if frame := own_code(first):
+        found = words("own-code", frame=frame)
+    elif first.exception in (CUT_OFF_TRACEBACK, EXIT_STATUS):
+        return Text.same("")
+    else:
+        name, url = issue_search(first)
+        found = words("search-upstream", name=name, url=url) if name else words("search-anywhere", url=url)
+    return Text(f"{found.en}\n", f"{found.zh}\n")
+
+
+def _indented(said: str) -> str:
     """Text from a log, indented like frames, to distinguish it from the doctor's own lines."""
     return "\n".join(f"  {line}" for line in clipped(shown_lines(said), MAX_MESSAGE).split("\n"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from pathlib import Path
+from urllib.parse import quote_plus
 
 from reshard.base.data_files import read_data
 from reshard.base.languages import Text
@@ -27,17 +28,30 @@ def repositories() -> dict[str, str]:
     return content
 
 
-def issues_of(root: Traceback) -> tuple[str, str] | None:
-    """The package whose code raised an exception, and the address of its issues; None if unknown.
+def issue_search(root: Traceback) -> tuple[str, str]:
+    """The package whose code raised an exception ("" if unknown), and the address of a search in its issues.
 
     torch's wrappers that only pass a call on (`torch/nn/modules/module.py`, `torch/autograd`) count as little as a
     script: the innermost frame of another package takes precedence.
     """
     found = [name for frame in reversed(root.frames) if (name := package_of(frame))]
-    name = next((each for each in found if each != "torch"), None) or next(iter(found), None)
-    if name is None or not root.exception:
-        return None
-    return name, f"https://github.com/{repositories()[name]}/issues"
+    name = next((each for each in found if each != "torch"), next(iter(found), ""))
+    if not name:
+        return "", f"https://github.com/search?type=issues&q={quote_plus(_search_words(root.said))}"
+    query = quote_plus(f"is:issue {_search_words(root.said)}")
+    return name, f"https://github.com/{repositories()[name]}/issues?q={query}"
+
+
+MAX_QUERY = 100
+"""Characters of a message to search for: GitHub takes 256, and the rest of a message is about this run."""
+_OF_THIS_RUN = re.compile(r"\S*[\\/]\S*|0x[0-9a-f]+|\S*\d\S*|[^\w\s.'-]+")
+"""Paths, addresses, numbers and signs: others who had this failure had other ones."""
+
+
+def _search_words(said: str) -> str:
+    """The words of a message by which others find it."""
+    words = _OF_THIS_RUN.sub(" ", said.split("\n")[0]).split()
+    return " ".join(words)[:MAX_QUERY].rsplit(" ", 1 if len(" ".join(words)) > MAX_QUERY else 0)[0]
 
 
 _LIBRARY = re.compile(

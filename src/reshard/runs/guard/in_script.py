@@ -283,13 +283,12 @@ def explained() -> Iterator[None]:
 
 def _diagnosis(error: Exception) -> str:
     from reshard.base.languages import locale_language
+    from reshard.runs.checks.finding import UNKNOWN
     from reshard.runs.checks.phrases import aside
     from reshard.runs.doctor.log_diagnosis import diagnose_text
 
     words = "".join(traceback.format_exception(error))
-    known = [
-        finding for finding in diagnose_text("this exception", words) if finding.code != "unknown-failure"
-    ]
+    known = [each for each in diagnose_text("this exception", words) if each.certainty != UNKNOWN]
     language = locale_language()
     why, cure = {"en": ("why: ", "cure: "), "zh": ("原因：", "解法：")}[language]
     return "\n".join(

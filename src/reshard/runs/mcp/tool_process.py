@@ -46,7 +46,7 @@ def facts(targets: list[str]) -> dict[str, Any]:
     from reshard.runs.mcp.secrets import without_keys
 
     seen = examine(*targets)
-    told = {"findings": [each.told("en") for each in seen.findings], "facts": seen.facts}
+    told = {**seen.as_dict("en"), "facts": seen.facts}
     return {key: _cleaned(value, without_keys) for key, value in told.items()}
 
 

@@ -206,4 +206,4 @@ def of_hang(root: Traceback, log: Log) -> Finding | None:
     if root.exception or not (watched or describes_hang(log.lines)):
         return None
     place = Location(log.name, root.last, clipped(root.said, 300))
-    return told("hang-described", [place], certainty="likely" if watched else "possible")
+    return told("hang-described", [place])

@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 
 from reshard.base.foreign_text import clipped
 from reshard.base.languages import Text
-from reshard.runs.checks.finding import CERTAINTIES, Finding
+from reshard.runs.checks.finding import CERTAINTIES, UNKNOWN_FAILURE, Finding
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import words
 from reshard.runs.doctor.causes.shape_mismatches import contradict
@@ -21,6 +21,7 @@ from reshard.runs.doctor.entries.analyses import ANALYSES
 from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogue
 from reshard.runs.doctor.ranking import Candidate, Explains, Specificity
 from reshard.runs.doctor.text.first_failure import is_in, live_lines, living, which_is_first
+from reshard.runs.doctor.text.free_text import is_by_person
 from reshard.runs.doctor.text.log import Log, LogLine, Traceback
 
 FATAL = ("error", "hang")
@@ -40,6 +41,33 @@ def of_entries(log: Log, root: Traceback | None) -> list[Candidate]:
     for hit in hits:
         by_failure.setdefault(_failure(hit.line, failures), []).append(hit)
     return [_candidate(hit, by_failure[_failure(hit.line, failures)], log, root) for hit in hits]
+
+
+MAX_DESCRIPTION = 60
+"""Maximum lines of a person's description of a run: longer texts are logs."""
+
+
+def of_description(log: Log) -> Candidate | None:
+    """The entry that a person describes without a line of its log; None for logs."""
+    lines = [line for line in log.lines if line.text.strip()]
+    if not lines or len(lines) > MAX_DESCRIPTION or not any(is_by_person(line.text) for line in lines):
+        return None
+    text = "\n".join(line.text for line in lines)
+    found = (entry for entry in catalogue().values() if any(each.search(text) for each in entry.described))
+    entry = next(found, None)
+    if entry is None:
+        return None
+    finding = Finding(
+        code=entry.id,
+        message=entry.title,
+        rule=entry.cause,
+        remedy=entry.cure,
+        certainty="possible",
+        places=(Location.of(log.name, lines[0].number, lines[0].text),),
+        sources=entry.sources,
+    )
+    covers = frozenset({UNKNOWN_FAILURE})
+    return Candidate(finding, Explains.FIRST, Specificity.MESSAGE, lines[0].number, covers)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ _CALM = re.compile(
         |warning:\ errors|ignor(?:ed|ing)|skipp(?:ed|ing)|falling\ back|fall\ ?back|deprecated|continuing|retry
         |will\ be\ (?:used|set|ignored)|instead|using\ default|default(?:s|ing)\ to|(?:is|are)\ off)\b | \bharmless
       | (?<!=)\b(?:INFO|DEBUG)\b | ^\[?[ID]\d{3,4}\b | :\ warning:\  | \b[A-Z]\w*Warning:\  | \bHTTP/\d
-      | \((?:\w+\.)*\w+(?:Error|Exception):\  | errno:\ 97\b""",
+      | \((?:\w+\.)*\w+(?:Error|Exception):\  | errno:\ 97\b
+      | stopped:\ `max_""",
     re.VERBOSE,
 )
 """Messages that a program recovers, or that nothing is wrong; levels without failures, and a server's answers."""
@@ -109,6 +110,22 @@ def _asked_about(told: Sequence[LogLine]) -> list[LogLine]:
 def is_calm(text: str) -> bool:
     """Whether a line says that nothing is wrong, or that a program recovered."""
     return bool(_CALM.search(text))
+
+
+_CONTRAST = re.compile(r"但|却|不过|可是|\b(?i:but|however|although|despite|yet)\b")
+
+
+def is_contrast(text: str) -> bool:
+    """Whether a line sets what is wrong against what went well."""
+    return bool(_CONTRAST.search(text))
+
+
+_BY_PERSON = re.compile(r"\b(?:I|[Mm]y|[Ww]e|BUG|[Bb]ug|[Ii]ssue|seems?)\b|[?？]\s*$|[\u4e00-\u9fff]{4}")
+
+
+def is_by_person(text: str) -> bool:
+    """Whether a person, and no program, seems to have written a line."""
+    return bool(_BY_PERSON.search(text))
 
 
 def is_question(text: str) -> bool:
