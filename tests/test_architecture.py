@@ -132,7 +132,7 @@ def test_no_modules_import_each_other() -> None:
 
 RUNS = (("checks",), ("doctor",), ("guard",), ("train", "mcp"))
 """The packages of `runs`, from the bottom to the top."""
-DOCTOR = ("text", "history", "causes", "entries", "facts", "targets")
+DOCTOR = ("text", "causes", "entries", "facts")
 """The packages of the doctor. None imports a later one."""
 
 
@@ -167,7 +167,7 @@ OF_THE_CORE = """
     containers.torchfiles.pickles families families.config_map families.outer_model families.rules folders
     folders.base_hints folders.companions folders.find_weights formats formats.checkpoint formats.contract
     formats.megatron formats.not_found formats.options formats.peft model.described_checkpoint model.model_heads
-    oracle.transformers planning records.checkpoint_files records.reshard_json reshard stores
+    oracle.transformers records.checkpoint_files records.reshard_json reshard stores
     stores.checkpoint_names stores.hub transfer.elements transfer.gather transfer.source_files
     transfer.thread_files
 """

@@ -446,14 +446,6 @@ def test_a_base_that_is_not_there_is_asked_for(plain: Path, tmp_path: Path) -> N
     assert "--base" in str(error)
 
 
-def test_the_doctor_says_whether_an_adapter_belongs_to_a_base(
-    llama: Path, plain: Path, hf_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    assert "base-does-not-fit" not in [found.code for found in reshard.diagnose(plain, llama)]
-    smaller = hf_model("llama", hidden_size=32)
-    assert "base-does-not-fit" in [found.code for found in reshard.diagnose(plain, smaller)]
-
-
 def test_a_base_that_the_adapter_does_not_name_is_told(
     llama: Path, plain: Path, hf_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import reshard
+from reshard.runs.checks import config_checks
 from reshard.runs.checks.environment import Gpu
 from reshard.runs.checks.finding import Finding
-from reshard.runs.doctor.targets import training_configs
 from tests.commandline import reshard as command
 
 FSDP = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n"
@@ -95,7 +95,7 @@ def written(folder: Path, content: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_configs, "find_gpus", lambda: ([], None))
+    monkeypatch.setattr(config_checks, "find_gpus", lambda: ([], None))
 
 
 def only(found: list[Finding]) -> Finding:
@@ -157,7 +157,7 @@ def test_a_sound_config_has_no_finding(tmp_path: Path, case: str) -> None:
 def test_what_the_gpus_of_this_machine_lack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, fixed: str
 ) -> None:
-    monkeypatch.setattr(training_configs, "find_gpus", lambda: ([Gpu("Tesla V100", 7.0, 0)], "570"))
+    monkeypatch.setattr(config_checks, "find_gpus", lambda: ([Gpu("Tesla V100", 7.0, 0)], "570"))
     found = only(reshard.diagnose(written(tmp_path, content)))
     assert found.code == "env-no-bf16" and found.places[0].fixed == fixed
 
@@ -173,9 +173,7 @@ def test_a_config_with_a_mistake_is_one_error_with_its_line(tmp_path: Path, name
 def test_what_llamafactory_declares_beside_transformers(tmp_path: Path) -> None:
     """Its own arguments have what transformers 5 has removed (hparams/training_args.py)."""
     path = written(tmp_path, SFT + "overwrite_output_dir: true\n")
-    assert (
-        training_configs.diagnose_config(str(path), {"llamafactory": "0.9.5", "transformers": "5.6.0"}) == []
-    )
+    assert config_checks.check_config(str(path), {"llamafactory": "0.9.5", "transformers": "5.6.0"}) == []
 
 
 def test_accelerate_refuses_what_is_said_to_be_refused() -> None:

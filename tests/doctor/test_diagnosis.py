@@ -121,8 +121,6 @@ def test_a_rank_that_only_lost_its_peer_is_not_the_cause() -> None:
 def test_what_is_wrong_with_a_checkpoint(hf_model: Callable[..., Path], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(hf_model("qwen3"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "use_cache": False}))
     told = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(
         json.dumps({**told, "tokenizer_class": "TokenizersBackend"})
@@ -130,7 +128,7 @@ def test_what_is_wrong_with_a_checkpoint(hf_model: Callable[..., Path], tmp_path
     old = "class M:\n    def _set_gradient_checkpointing(self, module, value=False):\n        pass\n"
     (folder / "modeling_old.py").write_text(old)
     found = {finding.code: finding for finding in reshard.diagnose(folder)}
-    expected = {"checkpoint-use-cache", "checkpoint-tokenizer-of-5", "checkpoint-old-gradient-checkpointing"}
+    expected = {"checkpoint-tokenizer-of-5", "checkpoint-old-gradient-checkpointing"}
     assert expected <= found.keys()
     assert found["checkpoint-old-gradient-checkpointing"].places[0].line == 2
 

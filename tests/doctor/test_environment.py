@@ -12,7 +12,7 @@ import pytest
 
 from reshard.runs.checks import environment as machine
 from reshard.runs.checks.environment import Environment, Gpu, look_around
-from reshard.runs.doctor.targets.environments import diagnose_environment
+from reshard.runs.checks.machine_checks import check_machine
 from tests.commandline import reshard as command
 from tests.environments import python
 
@@ -88,13 +88,13 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_an_environment_breaks(tmp_path: Path, case: str) -> None:
     changes, identifier = BROKEN[case]
-    found = diagnose_environment(environment(tmp_path, **changes))
+    found = check_machine(environment(tmp_path, **changes))
     assert [finding.code for finding in found] == [identifier]
     assert found[0].places[0].text and found[0].remedy.zh
 
 
 def test_volta_has_no_kernels_in_cuda_13(tmp_path: Path) -> None:
-    found = diagnose_environment(environment(tmp_path, gpus=[V100], driver="580.65.06", cuda="13.0"))
+    found = check_machine(environment(tmp_path, gpus=[V100], driver="580.65.06", cuda="13.0"))
     assert [finding.code for finding in found] == ["env-capability-not-built", "env-no-bf16"]
 
 
@@ -113,14 +113,14 @@ def test_volta_has_no_kernels_in_cuda_13(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_healthy_environment_has_no_finding(tmp_path: Path, changes: dict) -> None:
-    assert diagnose_environment(environment(tmp_path, **changes)) == []
+    assert check_machine(environment(tmp_path, **changes)) == []
 
 
 def test_a_stray_accelerate_config_is_mentioned_with_what_it_switches_on(tmp_path: Path) -> None:
     path = tmp_path / ".cache/huggingface/accelerate/default_config.yaml"
     path.parent.mkdir(parents=True)
     path.write_text("distributed_type: FSDP\nnum_processes: 8\n")
-    (found,) = diagnose_environment(environment(tmp_path))
+    (found,) = check_machine(environment(tmp_path))
     assert found.code == "env-accelerate-default-config" and str(path) in found.remedy.en
     assert "distributed_type: FSDP, num_processes: 8" in found.rule.en
 
@@ -137,7 +137,7 @@ def test_a_default_config_of_accelerate_that_cannot_be_read(tmp_path: Path, text
     path = tmp_path / ".cache/huggingface/accelerate/default_config.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    (found,) = diagnose_environment(environment(tmp_path))
+    (found,) = check_machine(environment(tmp_path))
     assert (
         found.code == "env-accelerate-config-unreadable"
         and wrong in found.rule.en

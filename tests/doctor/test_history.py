@@ -24,11 +24,11 @@ from packaging.version import Version
 
 import reshard
 from reshard.runs.checks.finding import Finding
-from reshard.runs.doctor.history import api_table as tables
-from reshard.runs.doctor.history.api_table import PACKAGE_ROOTS, ApiTable, Presence, table
-from reshard.runs.doctor.history.bloom_filters import packages_with
-from reshard.runs.doctor.history.call_parameters import base_of, refused
-from reshard.runs.doctor.history.versions_in_use import Versions
+from reshard.runs.checks.history import api_table as tables
+from reshard.runs.checks.history.api_table import PACKAGE_ROOTS, ApiTable, Presence, table
+from reshard.runs.checks.history.bloom_filters import packages_with
+from reshard.runs.checks.history.call_parameters import base_of, refused
+from reshard.runs.checks.history.versions_in_use import Versions
 from reshard.runs.doctor.log_diagnosis import diagnose_text
 from tests.serving import serving
 from tools.api_history.having import names_of
@@ -480,7 +480,7 @@ def test_a_table_is_made_from_an_index_and_each_release_is_read_once(
 
 def test_no_table_is_read_before_it_is_needed() -> None:
     code = (
-        "import sys, reshard, reshard.cli; from reshard.runs.doctor.history import api_table as t\n"
+        "import sys, reshard, reshard.cli; from reshard.runs.checks.history import api_table as t\n"
         "assert t.table.cache_info().currsize == 0 and 'lzma' not in sys.modules or t.table.cache_info().misses == 0"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

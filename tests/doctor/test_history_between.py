@@ -8,9 +8,9 @@ import json
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.runs.doctor.history import call_parameters, release_diff
-from reshard.runs.doctor.history.call_parameters import spelling_of
-from reshard.runs.doctor.history.release_diff import changes
+from reshard.runs.checks.history import call_parameters, release_diff
+from reshard.runs.checks.history.call_parameters import spelling_of
+from reshard.runs.checks.history.release_diff import changes
 
 
 @pytest.mark.parametrize("module", [release_diff, call_parameters])

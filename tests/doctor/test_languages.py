@@ -16,9 +16,9 @@ from reshard.base.errors import Problem
 from reshard.base.translations import translated, translations
 from reshard.runs.checks import phrases, rules
 from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.machine_checks import check_machine
 from reshard.runs.doctor.entries.catalogue_entry import catalogue
 from reshard.runs.doctor.log_diagnosis import diagnose_text
-from reshard.runs.doctor.targets.environments import diagnose_environment
 from tests.commandline import reshard as command
 from tests.doctor import test_configs, test_environment, test_scripts
 
@@ -93,7 +93,7 @@ def test_findings_of_the_head_failures() -> None:
 @pytest.mark.parametrize("case", test_environment.BROKEN)
 def test_findings_of_environments(tmp_path: Path, case: str) -> None:
     changes, _ = test_environment.BROKEN[case]
-    assert_chinese(diagnose_environment(test_environment.environment(tmp_path, **changes)))
+    assert_chinese(check_machine(test_environment.environment(tmp_path, **changes)))
 
 
 def test_findings_of_scripts(tmp_path: Path) -> None:

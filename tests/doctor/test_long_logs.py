@@ -262,24 +262,17 @@ def duration(path: Path, text: str) -> float:
 
     Without the garbage collector, which would visit everything that other tests have left in this process.
     """
-    path.write_text(json.dumps(notebook(text)) if path.suffix == ".ipynb" else text)
+    path.write_text(text)
     gc.disable()
     begin = time.process_time()
-    with suppress(ReshardError):  # neither a config nor a notebook
+    with suppress(ReshardError):  # no config
         diagnose(path)
     took = time.process_time() - begin
     gc.enable()
     return took
 
 
-def notebook(text: str) -> dict[str, object]:
-    """A notebook with one cell, whose source and output are the text."""
-    output = {"output_type": "stream", "name": "stderr", "text": text}
-    cell = {"cell_type": "code", "metadata": {}, "execution_count": 1, "source": text, "outputs": [output]}
-    return {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
-
-
-KINDS = ("run.log", "train.py", "config.yaml", "config.json", "launch.sh", "train.ipynb")
+KINDS = ("run.log", "train.py", "config.yaml", "config.json", "launch.sh")
 
 
 @pytest.mark.parametrize(
@@ -292,7 +285,7 @@ KINDS = ("run.log", "train.py", "config.yaml", "config.json", "launch.sh", "trai
 )
 @pytest.mark.thorough
 def test_twice_the_input_costs_twice_the_time(kind: str, units: list[str], tmp_path: Path) -> None:
-    """Every unit in two kinds of files; in `make test-all`, in all of them."""
+    """Every unit in two or three kinds of files; in `make test-all`, in all of them."""
     path, slow = tmp_path / kind, []
     duration(path, "a b c")  # loads what the doctor knows
     for unit in units:

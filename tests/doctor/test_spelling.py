@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from reshard.runs.checks.history.api_table import table
+from reshard.runs.checks.history.config_keys import ConfigKeys
+from reshard.runs.checks.history.versions_in_use import Versions
 from reshard.runs.checks.rules import rules
 from reshard.runs.doctor.diagnose_targets import diagnose
 from reshard.runs.doctor.entries.catalogue_entry import catalogue
-from reshard.runs.doctor.history.api_table import table
-from reshard.runs.doctor.history.config_keys import ConfigKeys
-from reshard.runs.doctor.history.versions_in_use import Versions
 from reshard.runs.doctor.log_diagnosis import diagnose_text
 from reshard.runs.doctor.remedy_spelling import USUAL_TOOL, WITH_BFLOAT16, RunTools, _data, _shows, keys_of
 

@@ -1,9 +1,8 @@
-"""Targets passed by mistake, or in unusual forms: encodings, notebooks, empty pipes, wrong targets."""
+"""Targets passed by mistake, or in unusual forms: encodings, empty pipes, wrong targets."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -93,65 +92,14 @@ def test_a_script_is_read_by_the_encoding_that_it_declares(tmp_path: Path) -> No
     assert found.code == "script-device-map" and "device_map=None)  # 模型" in found.places[0].fixed
 
 
-# ------------------------------------------------------------------------------------------------ notebooks
-
-
-def notebook(folder: Path, *cells: tuple[str, list[dict[str, object]]]) -> Path:
-    content = [{"cell_type": "markdown", "source": ["# Training\n"], "metadata": {}}]
-    content += [
-        {"cell_type": "code", "source": source.splitlines(keepends=True), "outputs": outputs, "metadata": {}}
-        for source, outputs in cells
-    ]
-    path = folder / "train.ipynb"
-    path.write_text(json.dumps({"cells": content, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
-    return path
-
-
-def test_the_code_of_a_notebook_is_a_script_and_its_outputs_are_logs(tmp_path: Path) -> None:
-    error = {"output_type": "error", "ename": "RuntimeError", "evalue": "", "traceback": EXCERPT.splitlines()}
-    path = notebook(
-        tmp_path,
-        ("!pip install trl\n%matplotlib inline\nimport torch\n", []),
-        ("%%bash\nls\n", []),
-        (f"{SPREAD}\n", [{"output_type": "stream", "name": "stdout", "text": ["Loading\n"]}]),
-        ("Trainer(model).train()\n", [error]),
-    )
-    found = {finding.code: finding for finding in reshard.diagnose(path)}
-    places = [(Path(place.target).name, place.line) for place in found["script-device-map"].places[:2]]
-    assert places == [("train.ipynb[4]", 1), ("train.ipynb[5]", 1)]
-    assert "dtensor-mixed-cat" in found["script-device-map"].also
-    assert Path(found["script-device-map"].places[-1].target).name == "train.ipynb[5]"
-    assert reshard.diagnose(notebook(tmp_path, ("x = 1\n", []))) == []
-
-
-CODE = {"cell_type": "code", "source": "x = 1"}
-
-
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        ("not json", "Expecting value"),
-        ("[" * 5000, "nested too deep"),
-        ([1], "there is no list of cells"),
-        ({"worksheets": []}, "there is no list of cells"),
-        ({"cells": {"a": 1}}, "there is no list of cells"),
-        ({"cells": [CODE, "x = 1"]}, "cell 2 is not as Jupyter writes it"),
-        ({"cells": [{**CODE, "source": ["x", [1]]}]}, "cell 1 is not"),
-        ({"cells": [{**CODE, "outputs": 3}]}, "cell 1 is not"),
-        ({"cells": [{**CODE, "outputs": ["a"]}]}, "cell 1 is not"),
-        ({"cells": [{**CODE, "outputs": [{"output_type": "error", "traceback": [None]}]}]}, "cell 1 is not"),
-    ],
-)
-def test_what_is_no_notebook_is_one_error(tmp_path: Path, content: object, found: str) -> None:
-    text = content if isinstance(content, str) else json.dumps(content)
-    (tmp_path / "a.ipynb").write_text(text)
-    shown = command("doctor", tmp_path / "a.ipynb")
-    assert shown.code == 2 and shown.err.count("error:") == 1 and "notebook" in shown.err
-    assert found in shown.err
+def test_a_notebook_names_the_command_that_makes_a_script_of_it(tmp_path: Path) -> None:
+    (tmp_path / "train.ipynb").write_text("{}")
+    shown = command("doctor", tmp_path / "train.ipynb")
+    assert shown.code == 2 and "jupyter nbconvert --to script" in shown.err
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["a.py", "a.ipynb", "a.json", "a.yaml"])
+@pytest.mark.parametrize("name", ["a.py", "a.json", "a.yaml"])
 def test_a_file_larger_than_any_of_its_kind_is_refused_unread(tmp_path: Path, name: str) -> None:
     with (tmp_path / name).open("wb") as file:
         file.write(b"x = 1\n" * 1000)
@@ -163,14 +111,10 @@ def test_a_file_larger_than_any_of_its_kind_is_refused_unread(tmp_path: Path, na
 @pytest.mark.parametrize(
     "code", ["x = f" + "()" * 5000, "x = " + "-" * 50000 + "1", "x = a" + ".b" * 900 + "()"]
 )
-def test_code_that_is_nested_too_deep_is_no_script_and_left_out_of_a_notebook(
-    tmp_path: Path, code: str
-) -> None:
+def test_code_that_is_nested_too_deep_is_no_script(tmp_path: Path, code: str) -> None:
     (tmp_path / "a.py").write_text(code)
     shown = command("doctor", tmp_path / "a.py")
     assert shown.code == 2 and "nested too deep" in shown.err and "Traceback" not in shown.err
-    (found,) = reshard.diagnose(notebook(tmp_path, (code, []), (f"{SPREAD}\nTrainer(model).train()\n", [])))
-    assert found.code == "script-device-map"
 
 
 # -------------------------------------------------------------------------------------------------- configs

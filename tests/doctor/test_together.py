@@ -47,17 +47,6 @@ def test_a_mixed_cat_beside_a_spread_model_is_not_code_of_your_own(tmp_path: Pat
     assert [each.code for each in found] == ["script-device-map"] and "dtensor-mixed-cat" in found[0].also
 
 
-def test_a_checkpoint_and_a_base_are_compared(hf_model: Callable[..., Path], tmp_path: Path) -> None:
-    checkpoint = tmp_path / "megatron"
-    reshard.convert(hf_model("qwen3"), checkpoint, to="megatron", tp=2)
-    assert [
-        each for each in reshard.diagnose(checkpoint, hf_model("qwen3")) if each.severity == "error"
-    ] == []
-    for pair in ((checkpoint, hf_model("llama")), (hf_model("llama"), checkpoint)):
-        found = reshard.diagnose(*pair)
-        assert any(each.code == "base-does-not-fit" and each.severity == "error" for each in found)
-
-
 def test_the_folder_of_a_run_is_read_with_its_logs_and_checkpoints(
     hf_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import reshard
-from reshard.runs.doctor.targets import trainability
+from reshard.runs.checks import checkpoint_checks
 
 
 @pytest.fixture
@@ -24,24 +24,6 @@ def folder(hf_model: Callable[..., Path], tmp_path: Path) -> Path:
 def change(path: Path, **values: object) -> None:
     content = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**content, **values}, indent=2))
-
-
-def test_a_dtype_that_the_weights_do_not_have(folder: Path) -> None:
-    before = [finding.code for finding in reshard.diagnose(folder)]
-    assert "checkpoint-dtype" not in before
-    named = json.loads((folder / "config.json").read_text())
-    other = (
-        "float16"
-        if "float16" not in str(named.get("dtype")) or "bf" in str(named.get("dtype"))
-        else "float32"
-    )
-    change(folder / "config.json", dtype=other)
-    found = {finding.code: finding for finding in reshard.diagnose(folder)}
-    (place,) = found["checkpoint-dtype"].places
-    assert place.line and f'"{other}"' in place.text and place.fixed != place.text
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace(place.text, place.fixed))
-    assert "checkpoint-dtype" not in [finding.code for finding in reshard.diagnose(folder)]
 
 
 def test_sampling_options_without_sampling_are_those_that_transformers_refuses_to_save(
@@ -73,19 +55,13 @@ def test_a_tokenizer_of_transformers_5_is_an_error_beside_transformers_4(
     change(folder / "tokenizer_config.json", tokenizer_class="TokenizersBackend")
     severity = {}
     for installed in ("5.23.0", "4.51.3"):
-        monkeypatch.setattr(trainability, "version", lambda package, installed=installed: installed)
+        monkeypatch.setattr(
+            checkpoint_checks, "installed_version", lambda package, installed=installed: installed
+        )
         found = {finding.code: finding for finding in reshard.diagnose(folder)}["checkpoint-tokenizer-of-5"]
         severity[installed] = found.severity
     assert severity == {"5.23.0": "warning", "4.51.3": "error"}
     assert "transformers 4.51.3 is installed here" in map(str, found.evidence)
-
-
-def test_a_tokenizer_with_hardly_a_token(folder: Path) -> None:
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["model"] = {"type": "WordLevel", "vocab": {"<unk>": 0}, "unk_token": "<unk>"}
-    content["added_tokens"] = []
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    assert "checkpoint-tiny-tokenizer" in [finding.code for finding in reshard.diagnose(folder)]
 
 
 def test_a_head_that_is_missing_although_it_is_not_tied(hf_model: Callable[..., Path], folder: Path) -> None:

@@ -256,7 +256,7 @@ def test_memory_and_disk_are_warnings(folder: Path) -> None:
     )
     assert found.errors == []
     lora = checked("python train.py --model_name_or_path model --use_peft --lora_r 8", folder)
-    assert lora.problems == []
+    assert [each.code for each in lora.problems] == ["checkpoint-damaged"]  # it has no tensors
 
 
 # ------------------------------------------------------------------------------------- what must not be refused

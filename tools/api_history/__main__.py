@@ -17,8 +17,8 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
-from reshard.runs.doctor.history.api_table import PACKAGE_ROOTS, TABLES_FOLDER
-from reshard.runs.doctor.history.bloom_filters import FILTER_FILE
+from reshard.runs.checks.history.api_table import PACKAGE_ROOTS, TABLES_FOLDER
+from reshard.runs.checks.history.bloom_filters import FILTER_FILE
 from tools.api_history.collect import collect, kept_at
 from tools.api_history.having import bits_of
 from tools.api_history.index import Index

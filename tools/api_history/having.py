@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.runs.doctor.history.bloom_filters import BITS_PER_NAME, places
+from reshard.runs.checks.history.bloom_filters import BITS_PER_NAME, places
 
 
 def bits_of(content: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from reshard.runs.doctor.history.api_table import PACKAGE_ROOTS
+from reshard.runs.checks.history.api_table import PACKAGE_ROOTS
 
 _SKIPPED = re.compile(
     r"(?:^|/)(?:tests?|testing/_internal|benchmarks?|examples?|third_party|_vendor|cutlass|composable_kernel|f2py"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from reshard.runs.doctor.history.api_table import PACKAGE_ROOTS
+from reshard.runs.checks.history.api_table import PACKAGE_ROOTS
 from tools.api_history.collect import Collected
 from tools.api_history.surface import Surface
 

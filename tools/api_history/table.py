@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reshard.runs.doctor.history.api_table import PACKAGE_ROOTS
+from reshard.runs.checks.history.api_table import PACKAGE_ROOTS
 from tools.api_history.collect import Collected
 from tools.api_history.release import Release
 

@@ -20,6 +20,7 @@ from reshard.cli.record import record_options
 from reshard.cli.usage import Command
 from reshard.runs.checks.environment import ENVIRONMENT_PACKAGES, Environment, look_around
 from reshard.runs.checks.finding import UNKNOWN
+from reshard.runs.checks.machine_checks import check_machine
 from reshard.runs.checks.rules import rules
 from reshard.runs.doctor import Finding
 from reshard.runs.doctor.diagnose_targets import bytes_of_logs, examine
@@ -27,7 +28,6 @@ from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogu
 from reshard.runs.doctor.examination import Examination
 from reshard.runs.doctor.python_api import DoctorOptions
 from reshard.runs.doctor.remedy_spelling import RunTools, spelled
-from reshard.runs.doctor.targets.environments import diagnose_environment
 
 LABELS = {
     "en": {"why": "why", "cure": "cure", "where": "where", "fixed": "fixed", "because": "because"}
@@ -143,7 +143,7 @@ def _diagnose(targets: tuple[str, ...], flags: Flags, *, quiet: bool, json_outpu
     if environment is None:
         examination = _examined(targets, json_output or quiet, read.append)
     else:
-        examination = Examination(spelled(diagnose_environment(environment), RunTools()))
+        examination = Examination(spelled(check_machine(environment), RunTools()))
     findings = examination.findings
     if json_output:
         shown = {} if environment is None else {"environment": environment.as_dict()}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import gcd, lcm
 from typing import Any
 
-from reshard.runs.checks.violation import Violation
+from reshard.runs.checks import rules
+from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.location import Location
 
 GRPO_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8}
 GRPO_OPTIONS = (*GRPO_DEFAULTS, "generation_batch_size", "steps_per_generation")
+CODES = ("grpo-one-generation", "script-grpo-arithmetic")
 PROCESS_COUNTS = range(1, 129)
 
 
@@ -37,11 +40,19 @@ def fits(given: Mapping[str, int], processes: int) -> bool:
     return generated(numbers, processes) % numbers["num_generations"] == 0
 
 
-def cut_groups(numbers: Mapping[str, int], processes: int | None = None) -> Iterator[Violation]:
-    """Numbers that GRPOConfig refuses for this number of processes; if it is unknown, for some or all."""
-    group = numbers["num_generations"]
+def cut_groups(
+    given: Mapping[str, Any], place: Callable[[str, int | None], Location], processes: int | None = None
+) -> Iterator[Finding]:
+    """Batch sizes that GRPOConfig refuses for this number of processes; if that is unknown, for some or all.
+
+    `place` is the line that sets a key, with a better value if there is one.
+    """
+    numbers = numbers_of(given)
+    if numbers is None:
+        return
+    group, places = numbers["num_generations"], [place(*better(numbers))]
     if group < 2:
-        yield Violation("grpo-one-generation", values={"group": group})
+        yield rules.finding("grpo-one-generation", places, {"group": group})
         return
     fitting = [count for count in PROCESS_COUNTS if fits(numbers, count)]
     unsure = len(fitting) == len(PROCESS_COUNTS) or ("generation_batch_size" in numbers and 1 in fitting)
@@ -50,9 +61,11 @@ def cut_groups(numbers: Mapping[str, int], processes: int | None = None) -> Iter
     ranks = ", ".join(map(str, fitting[:4])) or "–"
     values = {"total": generated(numbers, 1), "group": group, "ranks": ranks}
     if processes is not None or not fitting:
-        yield Violation("script-grpo-arithmetic", values=values)
+        yield rules.finding("script-grpo-arithmetic", places, values)
     else:
-        yield Violation("script-grpo-arithmetic", values=values, severity="warning", certainty="possible")
+        yield rules.finding(
+            "script-grpo-arithmetic", places, values, severity="warning", certainty="possible"
+        )
 
 
 def better(numbers: Mapping[str, int]) -> tuple[str, int | None]:

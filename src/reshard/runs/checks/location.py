@@ -1,4 +1,4 @@
-"""A line in a file of the user to which a finding points, and how the line should read."""
+"""A line in a file of the user to which a finding points, and how the line should read; and what starts a script."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from reshard.base.foreign_text import clipped
 
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+SHELL_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 MAX_CHARACTERS = 300
 """Maximum characters of a line that are shown: some messages list every model."""
 
@@ -26,3 +28,17 @@ class Location:
 
     def __str__(self) -> str:
         return self.target if self.line is None else f"{self.target}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What starts a script, and in how many processes: on each machine, and in all (None if unknown)."""
+
+    place: Location
+    local: int
+    total: int | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a single process runs the script."""
+        return self.local == self.total == 1

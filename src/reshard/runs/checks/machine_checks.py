@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 
 from reshard.base.plain_yaml import yaml_of
-from reshard.runs.checks.environment import Environment, unmet
+from reshard.runs.checks import rules
+from reshard.runs.checks.environment import Environment, look_around, unmet
+from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.location import Location
 from reshard.runs.checks.precision import without_bf16
-from reshard.runs.checks.violation import Violation
 
-EnvironmentCheck = Callable[[Environment], Iterator[Violation]]
+EnvironmentCheck = Callable[[Environment], Iterator[Finding]]
 ENVIRONMENT_CHECKS: list[EnvironmentCheck] = []
 
 
@@ -24,33 +26,41 @@ def environment_check(function: EnvironmentCheck) -> EnvironmentCheck:
     return function
 
 
-def violations_of(environment: Environment) -> Iterator[Violation]:
-    """All that is wrong with an environment."""
-    for each in ENVIRONMENT_CHECKS:
-        yield from each(environment)
+def check_machine(environment: Environment | None = None) -> list[Finding]:
+    """What is wrong with an environment, errors first; by default with that of this process."""
+    here = environment or look_around()
+    findings = [finding for each in ENVIRONMENT_CHECKS for finding in each(here)]
+    return sorted(findings, key=lambda finding: finding.severity != "error")
+
+
+def _finding(
+    code: str, shows: str, values: Mapping[str, object] | None = None, severity: str | None = None
+) -> Finding:
+    """A finding about the environment, of which `shows` is the evidence."""
+    return rules.finding(code, [Location("environment", None, shows)], values, severity=severity)
 
 
 @environment_check
-def device_map_becomes_tensor_parallelism(env: Environment) -> Iterator[Violation]:
+def device_map_becomes_tensor_parallelism(env: Environment) -> Iterator[Finding]:
     """transformers 4.50.3 to 4.53.3 become tensor parallel if WORLD_SIZE is set."""
     if env.has("transformers", ">=4.50.3,<4.54"):
         is_set = env.world_size is not None
         shows = f"transformers {env.versions['transformers']}" + (f", WORLD_SIZE={env.world_size}" * is_set)
-        yield Violation("env-device-map-tp", shows, severity="error" if is_set else "warning")
+        yield _finding("env-device-map-tp", shows, severity="error" if is_set else "warning")
 
 
 @environment_check
-def old_gpus(env: Environment) -> Iterator[Violation]:
+def old_gpus(env: Environment) -> Iterator[Finding]:
     """GPUs of the machine without bfloat16."""
-    yield from without_bf16(env.gpus, env.versions.get("flash-attn"))
+    yield from without_bf16(env.gpus)
 
 
 @environment_check
-def accelerate_before_1_15(env: Environment) -> Iterator[Violation]:
+def accelerate_before_1_15(env: Environment) -> Iterator[Finding]:
     """FSDP2 with LoRA lost shards, and clipping failed on mixed gradients."""
     if env.has("accelerate", "<1.15") and "peft" in env.versions:
         shows = f"accelerate {env.versions['accelerate']}, peft {env.versions['peft']}"
-        yield Violation("env-accelerate-fsdp2-lora", shows)
+        yield _finding("env-accelerate-fsdp2-lora", shows)
 
 
 UNDECLARED_CONFLICTS = (("trl", "<0.20", Requirement("transformers<5")),)
@@ -58,7 +68,7 @@ UNDECLARED_CONFLICTS = (("trl", "<0.20", Requirement("transformers<5")),)
 
 
 @environment_check
-def requirements(env: Environment) -> Iterator[Violation]:
+def requirements(env: Environment) -> Iterator[Finding]:
     """Requirements in installed packages' metadata that are not met; and TRL's imports of transformers."""
     undeclared = [
         (package, needs)
@@ -70,7 +80,7 @@ def requirements(env: Environment) -> Iterator[Violation]:
     for package, needs in (*unmet(env), *undeclared):
         version, installed = env.versions[package], env.versions[needs.name]
         is_of_trl = {package, needs.name} == {"trl", "transformers"}
-        yield Violation(
+        yield _finding(
             "env-trl-transformers" if is_of_trl else "env-requirement",
             f"{package} {version}: {needs}; {needs.name} {installed}",
             {"package": package, "version": version, "needs": needs, "installed": installed},
@@ -78,29 +88,30 @@ def requirements(env: Environment) -> Iterator[Violation]:
 
 
 @environment_check
-def stale_world_size(env: Environment) -> Iterator[Violation]:
+def stale_world_size(env: Environment) -> Iterator[Finding]:
     """WORLD_SIZE without a rank does not come from a launcher."""
     launched = env.variables.keys() & {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
     if env.world_size is not None and not launched:
-        yield Violation("env-stale-world-size", f"WORLD_SIZE={env.world_size}, RANK=–")
+        yield _finding("env-stale-world-size", f"WORLD_SIZE={env.world_size}, RANK=–")
 
 
-def more_processes_than_gpus(processes: int, gpus: int, shows: str = "") -> Iterator[Violation]:
+def more_processes_than_gpus(processes: int, gpus: int, place: Location) -> Iterator[Finding]:
     """Processes of a node that share its visible GPUs. Without any, they run on the CPU."""
     if 0 < gpus < processes:
-        yield Violation("env-more-processes-than-gpus", shows, {"local": processes, "count": gpus})
+        yield rules.finding("env-more-processes-than-gpus", [place], {"local": processes, "count": gpus})
 
 
 @environment_check
-def launched_processes(env: Environment) -> Iterator[Violation]:
+def launched_processes(env: Environment) -> Iterator[Finding]:
     """The processes that a launcher has started on this node."""
     local, gpus = env.variables.get("LOCAL_WORLD_SIZE", ""), len(env.visible)
     if local.isdecimal():
-        yield from more_processes_than_gpus(int(local), gpus, f"LOCAL_WORLD_SIZE={local}, GPU × {gpus}")
+        place = Location("environment", None, f"LOCAL_WORLD_SIZE={local}, GPU × {gpus}")
+        yield from more_processes_than_gpus(int(local), gpus, place)
 
 
 @environment_check
-def stray_accelerate_config(env: Environment) -> Iterator[Violation]:
+def stray_accelerate_config(env: Environment) -> Iterator[Finding]:
     """`accelerate launch` without --config_file silently uses the default config."""
     cache = env.variables.get("HF_HOME") or str(env.home / ".cache/huggingface")
     path = Path(cache) / "accelerate/default_config.yaml"
@@ -110,11 +121,9 @@ def stray_accelerate_config(env: Environment) -> Iterator[Violation]:
         chosen = _choices(yaml_of(path.read_bytes()))
     except (ValueError, OSError) as error:
         wrong = " ".join(str(error).split())
-        yield Violation("env-accelerate-config-unreadable", wrong, {"path": path, "wrong": wrong})
+        yield _finding("env-accelerate-config-unreadable", wrong, {"path": path, "wrong": wrong})
     else:
-        yield Violation(
-            "env-accelerate-default-config", f"{path}: {chosen}", {"path": path, "chosen": chosen}
-        )
+        yield _finding("env-accelerate-default-config", f"{path}: {chosen}", {"path": path, "chosen": chosen})
 
 
 def _choices(content: Any) -> str:
@@ -134,7 +143,7 @@ DROPPED_BELOW = {13: 7.5}
 
 
 @environment_check
-def cuda_against_driver_and_gpus(env: Environment) -> Iterator[Violation]:
+def cuda_against_driver_and_gpus(env: Environment) -> Iterator[Finding]:
     """torch's CUDA version compared with the driver and the GPUs."""
     if not env.cuda or not (match := re.match(r"(\d+)\.(\d+)", env.cuda)):
         return
@@ -146,7 +155,7 @@ def cuda_against_driver_and_gpus(env: Environment) -> Iterator[Violation]:
         older = max(
             (major for major, needed in LEAST_DRIVERS.items() if needed <= int(driver[0])), default=11
         )
-        yield Violation(
+        yield _finding(
             "env-old-driver", shows, {"least": least, "cuda": env.cuda, "driver": env.driver, "older": older}
         )
     for gpu in sorted(set(env.gpus), key=lambda each: each.capability):
@@ -161,31 +170,31 @@ def cuda_against_driver_and_gpus(env: Environment) -> Iterator[Violation]:
         if built < first or gpu.capability < DROPPED_BELOW.get(built[0], 0):
             values = {"name": gpu.name, "capability": gpu.capability, "cuda": env.cuda}
             values["fit"] = "cu128" if built < first else "cu126"
-            yield Violation("env-capability-not-built", f"{gpu.name}, CUDA {env.cuda}", values)
+            yield _finding("env-capability-not-built", f"{gpu.name}, CUDA {env.cuda}", values)
 
 
 @environment_check
-def torch_without_cuda(env: Environment) -> Iterator[Violation]:
+def torch_without_cuda(env: Environment) -> Iterator[Finding]:
     """A CPU build of torch although there are GPUs."""
     if env.gpus and (env.cuda == "" or env.versions.get("torch", "").endswith("+cpu")):
-        yield Violation("env-torch-without-cuda", f"torch {env.versions.get('torch')}, GPU × {len(env.gpus)}")
+        yield _finding("env-torch-without-cuda", f"torch {env.versions.get('torch')}, GPU × {len(env.gpus)}")
 
 
 LEAST_SHARED_MEMORY = 256 << 20
 
 
 @environment_check
-def small_shared_memory(env: Environment) -> Iterator[Violation]:
+def small_shared_memory(env: Environment) -> Iterator[Finding]:
     """Docker provides 64 MiB of /dev/shm; NCCL and the workers of data loaders exchange tensors through it."""
     if env.shm is not None and env.shm < LEAST_SHARED_MEMORY:
-        yield Violation("env-small-shm", f"/dev/shm: {env.shm >> 20} MiB", {"size": env.shm >> 20})
+        yield _finding("env-small-shm", f"/dev/shm: {env.shm >> 20} MiB", {"size": env.shm >> 20})
 
 
 @environment_check
-def flash_attention_of_another_torch(env: Environment) -> Iterator[Violation]:
+def flash_attention_of_another_torch(env: Environment) -> Iterator[Finding]:
     """The version of a flash-attn wheel names the torch for which it was compiled."""
     built = re.search(r"torch(\d+\.\d+)", env.versions.get("flash-attn", ""))
     torch = env.versions.get("torch", "")
     if built and torch and not torch.startswith(f"{built[1]}."):
         shows = f"flash-attn {env.versions['flash-attn']}, torch {torch}"
-        yield Violation("env-flash-attn-torch", shows, {"built": built[1], "torch": torch})
+        yield _finding("env-flash-attn-torch", shows, {"built": built[1], "torch": torch})

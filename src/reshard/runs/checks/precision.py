@@ -1,12 +1,14 @@
-"""The precision of a run: what GPUs compute in, and what excludes each other."""
+"""What GPUs compute in."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
+from reshard.runs.checks import rules
 from reshard.runs.checks.environment import Gpu
-from reshard.runs.checks.violation import Violation
+from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.location import Location
 
 BFLOAT16_CAPABILITY = 8.0
 """The lowest compute capability with bfloat16, and with flash-attention 2: Ampere."""
@@ -28,16 +30,10 @@ def has_bfloat16(gpu: str) -> bool | None:
     return False if _OLDER.search(gpu) else None
 
 
-def without_bf16(gpus: Iterable[Gpu], flash_attention: str | None = None) -> Iterator[Violation]:
-    """The oldest of the GPUs, if it has neither bfloat16 nor flash-attention 2, of which a version may be installed."""
+def without_bf16(gpus: Iterable[Gpu], place: Location | None = None) -> Iterator[Finding]:
+    """The oldest of the GPUs, if it has neither bfloat16 nor flash-attention 2; `place` is what asks for them."""
     oldest = min(gpus, key=lambda gpu: gpu.capability, default=None)
     if oldest is not None and oldest.capability < BFLOAT16_CAPABILITY:
-        flash = f", flash-attn {flash_attention}" if flash_attention else ""
-        shows = f"{oldest.name}, compute_cap {oldest.capability}{flash}"
-        yield Violation("env-no-bf16", shows, {"name": oldest.name, "capability": oldest.capability})
-
-
-def several(on: Sequence[str]) -> Iterator[Violation]:
-    """Precisions that are switched on together, by the names of their options."""
-    if len(on) > 1:
-        yield Violation("config-two-precisions", ", ".join(on), {"first": on[0], "second": on[1]})
+        here = Location("environment", None, f"{oldest.name}, compute_cap {oldest.capability}")
+        values = {"name": oldest.name, "capability": oldest.capability}
+        yield rules.finding("env-no-bf16", [place or here], values)

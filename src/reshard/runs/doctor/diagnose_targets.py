@@ -6,6 +6,7 @@ Only what a target needs is imported: for a log, no format of checkpoints, and s
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,14 +23,16 @@ from reshard.base.languages import Text
 from reshard.base.plain_json import decoded
 from reshard.base.suggest import similar_path
 from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.launch_scripts import check_launches, launch_of
+from reshard.runs.checks.location import CONFIG_SUFFIXES, SHELL_SUFFIXES, Launch
+from reshard.runs.checks.machine_checks import check_machine
 from reshard.runs.checks.phrases import words
 from reshard.runs.checks.root_causes import combined
 from reshard.runs.doctor.examination import Examination
-from reshard.runs.doctor.log_diagnosis import STDIN, diagnose_log, findings_in, log_of
+from reshard.runs.doctor.log_diagnosis import STDIN, findings_in, log_of
+from reshard.runs.doctor.package_lists import diagnose_freeze, versions_in
 from reshard.runs.doctor.remedy_spelling import RunTools, spelled
-from reshard.runs.doctor.targets.environments import diagnose_environment
-from reshard.runs.doctor.targets.package_lists import diagnose_freeze, versions_in
-from reshard.runs.doctor.targets.run_folders import (
+from reshard.runs.doctor.run_folders import (
     ARGUMENT_FILES,
     LOG_PATTERNS,
     MAX_LOGS,
@@ -38,7 +41,7 @@ from reshard.runs.doctor.targets.run_folders import (
 )
 from reshard.runs.doctor.text.ended_well import ended_well
 from reshard.runs.doctor.text.log import Log
-from reshard.runs.doctor.text.text_files import CONFIG_SUFFIXES, PROBED_BYTES, SHELL_SUFFIXES, encoding_of
+from reshard.runs.doctor.text.text_files import PROBED_BYTES, encoding_of
 from reshard.runs.doctor.unknown_failure import of_unended
 from reshard.stores import as_path, typed_path
 
@@ -46,8 +49,10 @@ if TYPE_CHECKING:
     from reshard.commands.inspection import Inspection
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
-TEXT_SUFFIXES = {"", ".log", ".txt", ".out", ".err", ".py", ".ipynb", *SHELL_SUFFIXES, *CONFIG_SUFFIXES}
+TEXT_SUFFIXES = {"", ".log", ".txt", ".out", ".err", ".py", *SHELL_SUFFIXES, *CONFIG_SUFFIXES}
 """Suffixes of files that are no checkpoint if they are text."""
+CHECKED_SUFFIXES = (".py", *SHELL_SUFFIXES, *CONFIG_SUFFIXES)
+"""Suffixes of files that are no logs."""
 
 
 @for_users()
@@ -63,7 +68,7 @@ def diagnose(
     Parameters
     ----------
     *targets : str or path-like
-        Logs, scripts, notebooks, configs, lists of packages, checkpoints, or the folder of a run; "-" is a log on
+        Logs, scripts, configs, lists of packages, checkpoints, or the folder of a run; "-" is a log on
         standard input. Without a target, this machine and its Python environment are diagnosed.
     on_bytes : callable
         Called with the number of bytes of logs as they are read.
@@ -114,7 +119,7 @@ def examine(
         For every target that cannot be read.
     """
     if not targets:
-        return Examination(spelled(diagnose_environment(), RunTools()))
+        return Examination(spelled(check_machine(), RunTools()))
     given = Arguments("diagnose")
     for each in targets:
         given.path("target", each)
@@ -122,30 +127,17 @@ def examine(
     given.settle()
     paths = (str(each) if _is_plain(str(each)) else str(typed_path(str(each))) for each in targets)
     named = list(dict.fromkeys(paths))
-    seen = _Seen(on_bytes, on_read)
+    launch = next(filter(None, map(launch_of, named)), None)
+    seen = _Seen(on_bytes, on_read, launch)
     for target in named:
         seen.of_usage(target)
     found = [finding for target in named for finding in seen.of_target(target)]
     if seen.problems:
         raise ReshardError(seen.problems)
-    if len(seen.checkpoints) == 2:
-        from reshard.runs.doctor.targets.checkpoint_problems import of_pair
-
-        found += of_pair(*seen.checkpoints)
-    if scripts := [target for target in named if target.endswith(SHELL_SUFFIXES)]:
-        found = _launched(found, scripts)
     found += seen.without_end(found)
     findings = spelled((typed(finding, seen.commands) for finding in combined(found)), seen.usage)
     texts = {**seen.usage.texts, **seen.lists}
     return Examination(findings, seen.logs, texts, seen.inspected, found, seen.logs_left_out)
-
-
-def _launched(findings: list[Finding], scripts: Sequence[str]) -> list[Finding]:
-    """Findings as they are with as many processes as the first shell script that says so starts."""
-    from reshard.runs.doctor.targets.launch_scripts import processes_of, under_launch
-
-    launch = next((started for script in scripts if (started := processes_of(script))), None)
-    return [under_launch(finding, *launch) for finding in findings] if launch else findings
 
 
 def _is_plain(target: str) -> bool:
@@ -159,9 +151,10 @@ class _Seen:
 
     on_bytes: Callable[[int], None]
     on_read: Callable[[Text], None]
+    launch: Launch | None = None
+    """How a shell script among the targets starts the others."""
     commands: list[str] = field(default_factory=list)
     """Commands that convert a checkpoint."""
-    checkpoints: list[Path] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     """Why targets cannot be read."""
     usage: RunTools = field(default_factory=RunTools)
@@ -184,7 +177,7 @@ class _Seen:
         if path.is_dir():
             texts = [*configs_in(path), *(path / name for name in ARGUMENT_FILES if (path / name).is_file())]
         else:
-            texts = [path] if path.suffix not in WEIGHT_SUFFIXES and _kind(path) is not diagnose_log else []
+            texts = [path] * path.name.endswith(CHECKED_SUFFIXES)
         for each in texts:
             with each.open("rb") as file:
                 self.usage.see(decoded(file.read(MAX_LIST_BYTES)), str(each))
@@ -195,13 +188,26 @@ class _Seen:
             if is_checkpoint(target):
                 path = as_path(target)
                 return self._of_folder(path) if path.is_dir() else self._of_weights(path)
-            kind = kind_of(target)
-            if kind is diagnose_log:
-                return self._of_text(target)
-            return kind(target)
+            return self._of_file(readable(target))
         except ReshardError as error:
             self.problems += error.problems
             return []
+
+    def _of_file(self, path: Path | None) -> Sequence[Finding]:
+        """The findings of a file, by its suffix; without a path, those of standard input."""
+        suffix = path.suffix if path else ""
+        if suffix == ".py":
+            from reshard.runs.checks.script import read_source
+            from reshard.runs.checks.script_checks import check_script
+
+            return check_script(read_source(str(path)), self.launch)
+        if suffix in SHELL_SUFFIXES:
+            return check_launches(str(path))
+        if suffix in CONFIG_SUFFIXES:
+            from reshard.runs.checks.config_checks import check_config
+
+            return check_config(str(path), launch=self.launch)
+        return self._of_text(str(path) if path else STDIN)
 
     def _of_text(self, target: str, on_read: Callable[[Text], None] | None = None) -> Sequence[Finding]:
         """The findings of a log, or of a list of packages."""
@@ -249,17 +255,16 @@ class _Seen:
             self.logs_left_out += 1
 
     def _of_weights(self, path: Path) -> Sequence[Finding]:
-        from reshard.runs.doctor.targets.checkpoint_problems import diagnose_checkpoint
+        from reshard.runs.checks.checkpoint_checks import check_checkpoint
 
         self.inspected[str(path)] = None
-        findings, command = diagnose_checkpoint(path, partial(self.inspected.__setitem__, str(path)))
+        findings, command = check_checkpoint(path, partial(self.inspected.__setitem__, str(path)))
         self.commands.append(command)
-        self.checkpoints.append(path)
         return findings
 
     def _of_folder(self, folder: Path) -> Sequence[Finding]:
         """The findings of a checkpoint, or of the folder of a run with its logs and configs."""
-        from reshard.runs.doctor.targets.training_configs import diagnose_config
+        from reshard.runs.checks.config_checks import check_config
 
         logs, configs = logs_in(folder), configs_in(folder)
         found: list[Finding] = []
@@ -271,7 +276,7 @@ class _Seen:
         found += self._of_logs(folder, logs)
         for path in configs:
             with suppress(ReshardError):  # files of other tools
-                found += diagnose_config(str(path))
+                found += check_config(str(path), launch=self.launch)
         if without_weights and not (found or logs):
             raise nothing_in(without_weights)
         return found
@@ -328,7 +333,7 @@ def _first_lines(path: Path) -> list[str]:
 def bytes_of_logs(*targets: str) -> int:
     """The total that `on_bytes` will report; the size of standard input is unknown."""
     paths = [Path(target) for target in targets if target != STDIN]
-    files = [path for path in paths if path.is_file() and _kind(path) is diagnose_log]
+    files = [path for path in paths if path.is_file() and not path.name.endswith(CHECKED_SUFFIXES)]
     files += [log for path in paths if path.is_dir() for log in logs_in(path)[:MAX_LOGS]]
     return sum(path.stat().st_size for path in files)
 
@@ -353,11 +358,11 @@ def _is_text(path: Path) -> bool:
         return encoding_of(file.read(PROBED_BYTES)) is not None
 
 
-def kind_of(target: str) -> Callable[[str], list[Finding]]:
-    """The function that diagnoses a target other than a checkpoint. Raises ReshardError if it does not exist."""
-    path = as_path(target)
+def readable(target: str) -> Path | None:
+    """The path of a text file, None for standard input. Raises ReshardError if it cannot be read."""
     if target == STDIN:
-        return diagnose_log
+        return None
+    path = as_path(target)
     if not path.exists():
         raise ReshardError(
             "target-not-found",
@@ -366,6 +371,14 @@ def kind_of(target: str) -> Callable[[str], list[Finding]]:
             expected="a log, a script, a config, a checkpoint, or - for standard input",
             remedy=f"did you mean {similar}?" if (similar := similar_path(path)) else "check the path",
         )
+    if path.suffix == ".ipynb":
+        raise ReshardError(
+            "notebook-unreadable",
+            "notebooks are not read",
+            file=target,
+            expected="a script, and the error in a text file",
+            remedy=f"save the code as a script: jupyter nbconvert --to script {shlex.quote(target)}",
+        )
     if not path.is_file():
         raise ReshardError(  # it is opened twice, and may never have a writer
             "target-not-a-regular-file",
@@ -373,33 +386,6 @@ def kind_of(target: str) -> Callable[[str], list[Finding]]:
             file=target,
             remedy="pipe its content in: COMMAND | reshard doctor -",
         )
-    _readable(path)
-    return _kind(path)
-
-
-def _kind(path: Path) -> Callable[[str], list[Finding]]:
-    """The function that diagnoses a file, by its suffix."""
-    if path.suffix == ".py":
-        from reshard.runs.doctor.targets.training_scripts import diagnose_script
-
-        return diagnose_script
-    if path.suffix == ".ipynb":
-        from reshard.runs.doctor.targets.training_notebooks import diagnose_notebook
-
-        return diagnose_notebook
-    if path.suffix in SHELL_SUFFIXES:
-        from reshard.runs.doctor.targets.launch_scripts import diagnose_launch
-
-        return diagnose_launch
-    if path.suffix in CONFIG_SUFFIXES:
-        from reshard.runs.doctor.targets.training_configs import diagnose_config
-
-        return diagnose_config
-    return diagnose_log
-
-
-def _readable(path: Path) -> None:
-    """Raise ReshardError for an empty file, and for one that is not text."""
     with path.open("rb") as file:
         begin = file.read(PROBED_BYTES)
     if not begin or encoding_of(begin) is None:
@@ -410,6 +396,7 @@ def _readable(path: Path) -> None:
             expected="a log, a script, a config, or a checkpoint",
             remedy="pass a file that the run wrote, or pipe a log: … 2>&1 | reshard doctor -",
         )
+    return path
 
 
 _CONVERT = re.compile(r"^reshard convert .+ --to huggingface.*$", re.MULTILINE)

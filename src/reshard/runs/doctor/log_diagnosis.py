@@ -12,17 +12,12 @@ from reshard.runs.doctor.candidates import candidates_of
 from reshard.runs.doctor.causes.pip_commands import in_notebook
 from reshard.runs.doctor.ranking import ranked
 from reshard.runs.doctor.remedy_spelling import RunTools, spelled
-from reshard.runs.doctor.targets.setting_lines import placed
+from reshard.runs.doctor.setting_lines import placed
 from reshard.runs.doctor.text.log import Log, read_log
 from reshard.runs.doctor.text.text_files import PROBED_BYTES, encoding_of, lines_of
 from reshard.stores import as_path
 
 STDIN = "-"
-
-
-def diagnose_log(target: str) -> list[Finding]:
-    """The findings of one log, the first cause first. Raises ReshardError if it cannot be read."""
-    return findings_in(log_of(target))
 
 
 def log_of(

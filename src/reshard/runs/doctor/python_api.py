@@ -12,9 +12,9 @@ from reshard.base.options import About, takes_also
 from reshard.base.shared_options import OnBytesOption
 from reshard.runs.checks.environment import look_around
 from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.machine_checks import check_machine
 from reshard.runs.doctor.diagnose_targets import diagnose
 from reshard.runs.doctor.remedy_spelling import RunTools, spelled
-from reshard.runs.doctor.targets.environments import diagnose_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def doctor(*targets: StrPath, **given: Any) -> list[Finding]:
     Parameters
     ----------
     *targets : str or path-like
-        Logs, scripts, notebooks, configs, lists of packages, checkpoints, or the folder of a run; "-" is a log on
+        Logs, scripts, configs, lists of packages, checkpoints, or the folder of a run; "-" is a log on
         standard input. Without a target, the environment is examined: versions, GPUs, driver and launcher variables.
 
     Returns
@@ -76,4 +76,4 @@ def doctor(*targets: StrPath, **given: Any) -> list[Finding]:
     asked.check(targets)
     if asked.python is None:
         return diagnose(*targets, on_bytes=asked.on_bytes)
-    return spelled(diagnose_environment(look_around(str(asked.python))), RunTools())
+    return spelled(check_machine(look_around(str(asked.python))), RunTools())

@@ -16,8 +16,8 @@ from typing import Any
 from reshard.base.data_files import read_data
 from reshard.base.languages import Text
 from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.history.call_parameters import spelling_of
 from reshard.runs.checks.precision import has_bfloat16
-from reshard.runs.doctor.history.call_parameters import spelling_of
 
 USUAL_TOOL = "script"
 """The tool that has a spelling for every setting: the user's own script."""

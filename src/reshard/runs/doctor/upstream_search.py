@@ -9,8 +9,8 @@ from urllib.parse import quote_plus
 
 from reshard.base.data_files import read_data
 from reshard.base.languages import Text
+from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT
 from reshard.runs.checks.phrases import words
-from reshard.runs.doctor.history.api_table import PACKAGE_OF_ROOT
 from reshard.runs.doctor.text.tracebacks import Traceback
 
 REPOSITORY_SCRIPTS = {

@@ -62,7 +62,7 @@ def _cleaned(content: Any, clean: Callable[[str], str]) -> Any:
 def api_history(
     package: str, name: str, before: str | None = None, after: str | None = None
 ) -> dict[str, Any]:
-    from reshard.runs.doctor.history.release_diff import changes
+    from reshard.runs.checks.history.release_diff import changes
 
     return changes(package, name, before, after)
 

@@ -6,17 +6,18 @@ for those that say where to look rather than why. `covers` are the codes of caus
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from reshard.base.data_files import read_data
+from reshard.base.errors import Problem
 from reshard.base.languages import Text
+from reshard.base.translations import translated
 from reshard.runs.checks.finding import CERTAINTIES, Finding
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import filled
-from reshard.runs.checks.violation import Violation
+from reshard.runs.checks.phrases import filled, words
 
 RuleValues = tuple[str, Mapping[str, object]]
 """The id of a rule, and the values for its braces."""
@@ -45,7 +46,6 @@ RULES_COVERED: dict[str, tuple[str, ...]] = {
     "verl-rank-missing": ("checkpoint-damaged",),
     "checkpoint-old-gradient-checkpointing": ("old-gc", "old-gc-crash"),
     "checkpoint-tokenizer-of-5": ("tok5",),
-    "checkpoint-no-template": ("template",),
     "checkpoint-vocabulary": ("vocab-index", "shape-rows-more", "shape-rows-fewer", "shape-rows-padded"),
     "env-no-bf16": ("bf16", "gpu-too-old"),
     "env-more-processes-than-gpus": ("dup-gpu", "cuda-invalid-ordinal"),
@@ -59,28 +59,27 @@ RULES_COVERED: dict[str, tuple[str, ...]] = {
 """What a script, an environment or a checkpoint breaks, and the catalogue entries for its effects in a log."""
 
 
-def told(
-    identifier: str,
-    places: Iterable[Location],
+def finding(
+    code: str,
+    places: Iterable[Location] = (),
     values: Mapping[str, object] | None = None,
     *,
     severity: str | None = None,
     certainty: str = "sure",
     evidence: Iterable[Text] = (),
 ) -> Finding:
-    """The finding of one rule; `values` fill the braces of its texts, a `Text` among them in each language.
+    """What the rule `code` says; `values` fill the braces of its texts, a `Text` among them in each language.
 
-    The finding keeps them; `compared` among them are numbers of the message, by what they are.
-
-    It is as certain as the rule allows, and at most `certainty`.
+    The finding keeps them; `compared` among them are numbers of the message, by what they are. It is as certain as the
+    rule allows, and at most `certainty`; `severity` is set if it differs from the rule's.
     """
-    rule = rules()[identifier]
+    rule = rules()[code]
 
     def text(key: str) -> Text:
         return filled(rule[key], values or {})
 
     return Finding(
-        code=identifier,
+        code=code,
         message=text("title"),
         rule=text("cause"),
         remedy=text("cure"),
@@ -93,17 +92,34 @@ def told(
     )
 
 
-def in_words(violation: Violation, places: Iterable[Location] = ()) -> Finding:
-    """The finding of what a check found."""
-    return told(
-        violation.code, places, violation.values, severity=violation.severity, certainty=violation.certainty
-    )
-
-
 def told_at(found: RuleValues, target: str, line: int, said: str) -> Finding:
     """The finding of a rule for what a line says: at most `likely`."""
     identifier, values = found
-    return told(identifier, [Location.of(target, line, said)], values, certainty="likely")
+    return finding(identifier, [Location.of(target, line, said)], values, certainty="likely")
+
+
+def of_problem(problem: Problem, folder: Path) -> Finding:
+    """The finding of a problem that has texts of its own: of the checkpoint or the run in `folder`."""
+    return Finding(
+        code=problem.code,
+        message=translated(problem, "message"),
+        rule=Text.lines(said_by(problem, "rule", "expected", "found")),
+        remedy=translated(problem, "remedy") if problem.remedy else Text.same(""),
+        severity=problem.severity,
+        places=(place_of(problem, folder),),
+    )
+
+
+def place_of(problem: Problem, folder: Path) -> Location:
+    """Where a problem is."""
+    return Location(problem.file or str(folder), None, problem.tensor or "")
+
+
+def said_by(problem: Problem, *fields: str) -> Iterator[Text]:
+    """The fields of a problem that are set, one line each."""
+    for field in fields:
+        if value := getattr(problem, field):
+            yield words(f"problem-{field}", value=value if field == "tensor" else translated(problem, field))
 
 
 def covered_by(identifier: str) -> frozenset[str]:
@@ -118,3 +134,6 @@ def rules() -> dict[str, dict[str, Any]]:
     for file in sorted(Path(__file__).parent.glob("*.yaml")):
         content |= read_data(file)
     return content
+
+
+told = finding

@@ -13,15 +13,16 @@ from packaging.version import InvalidVersion, Version
 from reshard.base.languages import Text
 from reshard.base.suggest import closest
 from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS, ApiTable, table, tables
+from reshard.runs.checks.history.bloom_filters import packages_with
+from reshard.runs.checks.history.release_ranges import Bounds
+from reshard.runs.checks.history.versions_in_use import installed_version, read_from
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import words
 from reshard.runs.checks.rules import told
 from reshard.runs.doctor.causes.import_errors import imports_itself
-from reshard.runs.doctor.causes.pip_commands import with_interpreter
-from reshard.runs.doctor.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS, ApiTable, table, tables
-from reshard.runs.doctor.history.bloom_filters import packages_with
-from reshard.runs.doctor.history.known_names import KnownName, known_of
-from reshard.runs.doctor.history.missing_names import (
+from reshard.runs.doctor.causes.known_names import KnownName, known_of
+from reshard.runs.doctor.causes.missing_names import (
     NAME_KINDS,
     QUOTE,
     Missing,
@@ -30,8 +31,7 @@ from reshard.runs.doctor.history.missing_names import (
     is_shadowed,
     missing_in,
 )
-from reshard.runs.doctor.history.release_ranges import Bounds
-from reshard.runs.doctor.history.versions_in_use import installed_version
+from reshard.runs.doctor.causes.pip_commands import with_interpreter
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.upstream_search import asker, update_of
 
@@ -59,12 +59,6 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
             return replace(finding, remedy=with_interpreter(answer.remedy or finding.remedy, log))
         failure = failure.before
     return None
-
-
-def read_from(own: ApiTable) -> Text:
-    """The releases from which a table was made, and when."""
-    first, last = own.versions[0], own.versions[-1]
-    return words("history-read", package=own.package, first=first, last=last, date=own.date)
 
 
 def _answer(failure: Traceback, log: Log) -> ApiRule | None:

@@ -9,11 +9,11 @@ from dataclasses import replace
 from reshard.base.foreign_text import clipped
 from reshard.base.languages import Text
 from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import words
 from reshard.runs.checks.rules import told, told_at
 from reshard.runs.doctor.causes.pip_commands import installed_for, with_interpreter
-from reshard.runs.doctor.history.api_table import PACKAGE_OF_ROOT
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.upstream_search import INSTALLED_PATH, package_of
 

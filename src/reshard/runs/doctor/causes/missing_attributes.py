@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from reshard.base.languages import Text
+from reshard.runs.checks.history.api_table import table, tables
+from reshard.runs.checks.history.bloom_filters import packages_with
 from reshard.runs.checks.phrases import words
 from reshard.runs.checks.rules import RuleValues
 from reshard.runs.doctor.causes.pip_commands import installed_for
-from reshard.runs.doctor.history.api_table import table, tables
-from reshard.runs.doctor.history.bloom_filters import packages_with
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.upstream_search import INSTALLED_PATH, installed_of, package_of
 

@@ -11,11 +11,11 @@ from packaging.utils import canonicalize_name
 from reshard.base.foreign_text import clipped
 from reshard.base.languages import Text
 from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import words
 from reshard.runs.checks.rules import told, told_at
 from reshard.runs.doctor.causes.pip_commands import imported_from, installed_for
-from reshard.runs.doctor.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import CUT_OFF_TRACEBACK, EXIT_STATUS
 from reshard.runs.doctor.upstream_search import repositories

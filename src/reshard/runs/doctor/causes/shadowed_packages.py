@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from reshard.base.languages import Text
 from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.history.api_table import table_of
 from reshard.runs.checks.phrases import words
 from reshard.runs.checks.rules import told_at
+from reshard.runs.doctor.causes.missing_names import QUOTE, imported_in, is_shadowed
 from reshard.runs.doctor.causes.pip_commands import with_interpreter
-from reshard.runs.doctor.history.known_names import table_of
-from reshard.runs.doctor.history.missing_names import QUOTE, imported_in, is_shadowed
 from reshard.runs.doctor.text.log import Log, Traceback
 
 _MODULE = re.compile(rf"(?:from|module) {QUOTE}(?P<module>\w+){QUOTE}")

@@ -10,12 +10,12 @@ from packaging.version import Version
 from reshard.base.languages import Text
 from reshard.base.suggest import closest
 from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.history.api_table import table
+from reshard.runs.checks.history.config_keys import ConfigKeys
+from reshard.runs.checks.history.versions_in_use import Versions
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import words
 from reshard.runs.checks.rules import told
-from reshard.runs.doctor.history.api_table import table
-from reshard.runs.doctor.history.config_keys import ConfigKeys
-from reshard.runs.doctor.history.versions_in_use import Versions
 from reshard.runs.doctor.remedy_spelling import RunTools, keys_of
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.upstream_search import place_in_code

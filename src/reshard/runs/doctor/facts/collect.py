@@ -31,11 +31,11 @@ from packaging.version import Version
 
 from reshard.base.errors import ReshardError
 from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS, table
+from reshard.runs.checks.history.release_diff import changes
 from reshard.runs.doctor.facts.missing_evidence import unseen_in
 from reshard.runs.doctor.facts.process_output import failure_of, frames_of, ranks_of, root_of
 from reshard.runs.doctor.facts.run_settings import Fact, at, commands_in, settings_in, versions_in
-from reshard.runs.doctor.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS, table
-from reshard.runs.doctor.history.release_diff import changes
 from reshard.runs.doctor.text.log import Log
 
 if TYPE_CHECKING:

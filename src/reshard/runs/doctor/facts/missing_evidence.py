@@ -8,8 +8,8 @@ from pathlib import PurePath
 from shlex import quote
 from typing import cast
 
+from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT
 from reshard.runs.doctor.facts.run_settings import Fact
-from reshard.runs.doctor.history.api_table import PACKAGE_OF_ROOT
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import (
     CUT_OFF_TRACEBACK,
@@ -36,9 +36,8 @@ def unseen_in(
     seen: Mapping[str, Sequence[Fact]],
 ) -> Iterator[Fact]:
     """What is not there, given what was `seen`: logs, tracebacks, versions, files and checkpoints that are named."""
-    if not logs and not any(each.endswith(".ipynb") for each in texts):
-        yield _fact("the log of the run", "COMMAND 2>&1 | tee run.log")
     if not logs:
+        yield _fact("the log of the run", "COMMAND 2>&1 | tee run.log")
         return
     again = f"reshard doctor {quote(logs[0].name)}"
     if root is not None:

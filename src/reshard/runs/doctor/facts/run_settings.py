@@ -14,10 +14,11 @@ from packaging.utils import canonicalize_name
 
 from reshard.base.errors import ReshardError
 from reshard.runs.checks.config_text import read_config
+from reshard.runs.checks.location import CONFIG_SUFFIXES, SHELL_SUFFIXES
 from reshard.runs.checks.script import NOT_PYTHON
 from reshard.runs.doctor.text.log import Log, LogLine
 from reshard.runs.doctor.text.run_details import LOGGED_PACKAGES, command_in
-from reshard.runs.doctor.text.text_files import CONFIG_SUFFIXES, ELLIPSIS, SHELL_SUFFIXES
+from reshard.runs.doctor.text.text_files import ELLIPSIS
 
 Fact = dict[str, object]
 
@@ -42,7 +43,7 @@ _INSTALLED = re.compile(
 )
 _NEEDED = re.compile(r"(?i)requir|need|newer|later|higher|at least|minimum|recommend|upgrade|compatible")
 """Words of lines about versions that are not the installed ones."""
-RUN_SUFFIXES = (*SHELL_SUFFIXES, *CONFIG_SUFFIXES, ".py", ".ipynb")
+RUN_SUFFIXES = (*SHELL_SUFFIXES, *CONFIG_SUFFIXES, ".py")
 """Suffixes of texts that are no lists of packages."""
 _LISTED = re.compile(rf"(?P<name>[A-Za-z][\w.-]*)(?:\[[\w,-]+\])?(?:\s*===?\s*|\s+){_VERSION}")
 

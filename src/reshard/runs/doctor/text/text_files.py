@@ -21,9 +21,6 @@ HEAD, TAIL = 2_900, 1_000
 MAX_INNER_TRACEBACK = 16_000
 """Characters that are searched from the beginning of a traceback inside a long line, as in JSON."""
 ELLIPSIS = " … "
-CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
-SHELL_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
-"""Suffixes of shell scripts."""
 PROBED_BYTES = 4096
 """Bytes that show what a file is."""
 _NOT_ASCII = bytes(range(128, 256))

@@ -12,15 +12,21 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.runs.checks import grpo
 from reshard.runs.checks.environment import Environment
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.location import Location
+from reshard.runs.checks.launch_scripts import check_launches, uneven_layout
+from reshard.runs.checks.location import CONFIG_SUFFIXES, SHELL_SUFFIXES, Launch, Location
+from reshard.runs.checks.machine_checks import check_machine
 from reshard.runs.checks.root_causes import combined
-from reshard.runs.checks.rules import in_words
 from reshard.runs.doctor.remedy_spelling import RunTools, spelled
-from reshard.runs.doctor.targets.environments import diagnose_environment
 from reshard.runs.guard.before import checkpoint_output, resources
 from reshard.runs.guard.before.command_python import PythonQuestion
 from reshard.runs.guard.before.data_records import data_problems
-from reshard.runs.guard.command.command_settings import FOREIGN_CONFIG_OPTIONS, plain_source, source_of
+from reshard.runs.guard.before.model_folders import check_models
+from reshard.runs.guard.command.command_settings import (
+    FOREIGN_CONFIG_OPTIONS,
+    plain_source,
+    source_of,
+    typed,
+)
 from reshard.runs.guard.command.read_command import TrainingCommand
 
 TESTED_VERSIONS = {"transformers": ">=4.31", "torch": ">=2.0"}
@@ -57,11 +63,12 @@ def check(command: TrainingCommand) -> Checked:
     checked.problems += resources.port(command, environment)
     checked.problems += data_problems(command)
     findings = list(_of_files(command, answer.versions, checked))
+    findings += _of_settings(command, answer.versions) if command.launcher else []
+    findings += check_models(command, answer.versions)
     findings += _of_environment(command, environment, text) if environment else []
     usage = RunTools()
     usage.see(text)
     checked.tools = frozenset(usage.found)
-    findings = _with_groups(command, findings)
     checked.problems += spelled(map(judged, combined(findings)), usage) if findings else []
     checked.unchecked += _unchecked(command, environment, answer.silence)
     return checked
@@ -81,8 +88,6 @@ POSSIBLE_ERRORS = (
     "config-unknown-key",
 )
 """Errors with which a run can still end well, or whose program may be another than it seems."""
-SEVERAL_PROCESSES_ONLY = ("script-device-map", "script-rank-guard", "script-optimizer-before-sharding")
-"""Findings that matter only if several processes run the script."""
 
 
 def _texts(command: TrainingCommand) -> Iterator[str]:
@@ -94,37 +99,43 @@ def _texts(command: TrainingCommand) -> Iterator[str]:
 
 
 def _of_files(command: TrainingCommand, installed: Mapping[str, str], checked: Checked) -> Iterator[Finding]:
-    """The doctor's findings about script and configs, for the number of processes that will run them."""
-    from reshard.runs.doctor.targets.launch_scripts import diagnose_launch, run_by_several
-    from reshard.runs.doctor.text.text_files import SHELL_SUFFIXES
-
-    count = command.processes * command.nodes
-    place = Location("the command", None, " ".join(command.words))
-    shell = [
-        path
-        for word in command.words
-        if word.endswith(SHELL_SUFFIXES) and (path := command.folder / word).is_file()
-    ]
-    for path in (*shell, *([command.script] if command.script else []), *command.configs):
+    """What is wrong with script and configs, for the number of processes that will run them."""
+    groups = _groups_are_set(command)
+    for path in (*_shell_scripts(command), *([command.script] if command.script else []), *command.configs):
         try:
-            findings = diagnose_launch(str(path)) if path in shell else _diagnosed(path, installed)
+            findings = _of_file(path, command, installed)
         except ReshardError as error:
             checked.problems += error.problems if path.exists() else [_lost(path, command)]
             continue
-        if count > 1:
-            findings = run_by_several(str(path), findings, place, command.processes)
-        yield from (each for each in findings if count > 1 or each.code not in SEVERAL_PROCESSES_ONLY)
+        yield from (each for each in findings if each.code not in grpo.CODES or not groups)
 
 
-def _diagnosed(path: Path, installed: Mapping[str, str]) -> list[Finding]:
-    """The findings about a script, or about a config, with these packages."""
-    if path.suffix in (".yaml", ".yml", ".json"):
-        from reshard.runs.doctor.targets.training_configs import diagnose_config
+def _shell_scripts(command: TrainingCommand) -> list[Path]:
+    paths = (command.folder / word for word in command.words if word.endswith(SHELL_SUFFIXES))
+    return [path for path in paths if path.is_file()]
 
-        return diagnose_config(str(path), installed)
-    from reshard.runs.doctor.targets.training_scripts import diagnose_source
 
-    return diagnose_source(replace(source_of(str(path)), installed=installed))
+def _of_file(path: Path, command: TrainingCommand, installed: Mapping[str, str]) -> list[Finding]:
+    place = Location("the command", None, " ".join(command.words))
+    launch = Launch(place, command.processes, command.processes * command.nodes)
+    if path.suffix in SHELL_SUFFIXES:
+        return check_launches(str(path))
+    if path.suffix in CONFIG_SUFFIXES:
+        from reshard.runs.checks.config_checks import check_config
+
+        return check_config(str(path), installed, launch, refuses_unknown=_refuses_unknown(command))
+    from reshard.runs.checks.script_checks import check_script
+
+    return check_script(replace(source_of(str(path)), installed=installed), launch)
+
+
+def _refuses_unknown(command: TrainingCommand) -> bool:
+    """Whether the command ends if its config has keys that it does not know; TRL's own scripts ignore them."""
+    from reshard.runs.checks.parser_options import refuses_unknown
+
+    if command.script is None:
+        return command.launcher == "trl" or not command.module.startswith("trl.scripts.")
+    return refuses_unknown(plain_source(command.script))
 
 
 def _lost(path: Path, command: TrainingCommand) -> Problem:
@@ -170,39 +181,48 @@ def _is(command: TrainingCommand, value: Any) -> bool:
     return isinstance(value, str) and command.folder / value == command.output
 
 
-# ------------------------------------------------------------------------------------------------------- GRPO
+# --------------------------------------------------------------------------------------------------- settings
 
 
-GRPO_CODES = ("grpo-one-generation", "script-grpo-arithmetic")
+def _of_settings(command: TrainingCommand, installed: Mapping[str, str]) -> Iterator[Finding]:
+    """What is wrong with the options of a command, and with what they and its configs say together."""
+    from reshard.runs.checks.parser_options import check_options
+
+    own = {
+        name: command.settings[name][1] for name in typed(command.arguments, "") if name in command.settings
+    }
+    tool = "trl" if command.module.startswith("trl.scripts.") else TOOL_PACKAGES.get(command.launcher, "")
+    options = {name: place for name, place in own.items() if tool or place.text.startswith("--")}
+    yield from check_options(options, plain_source(command.script), tool, installed)
+    world = command.processes * command.nodes
+    if not _shell_scripts(command):
+        sizes = {
+            name: _number(command.setting(name)) or 1 for name in LAYOUT_OPTIONS if command.setting(name)
+        }
+        yield from uneven_layout(sizes, world, Location("the command", None, " ".join(command.words)))
+    if _groups_are_set(command):
+        given = {key: _number(command.setting(key)) for key in grpo.GRPO_OPTIONS}
+        places = {key: command.settings[key][1] for key in grpo.GRPO_OPTIONS if key in command.settings}
+        yield from grpo.cut_groups(given, lambda key, _: places.get(key, places["num_generations"]), world)
 
 
-def _with_groups(command: TrainingCommand, findings: list[Finding]) -> list[Finding]:
-    """The findings, those about groups of GRPO for the number of processes that the command starts."""
-    given, places = _batch(command)
-    numbers = grpo.numbers_of(given) if given and command.launcher else None
-    if numbers is None:
-        return findings
-    violations = grpo.cut_groups(numbers, command.processes * command.nodes)
-    return [
-        *(each for each in findings if each.code not in GRPO_CODES),
-        *(in_words(violation, places) for violation in violations),
-    ]
+TOOL_PACKAGES = {"llamafactory": "llamafactory", "swift": "ms-swift"}
+"""Tools that refuse options of other releases, and their packages."""
+LAYOUT_OPTIONS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
 
 
-def _batch(command: TrainingCommand) -> tuple[dict[str, Any], list[Location]]:
-    """GRPO's batch sizes as the settings say, or else the only GRPOConfig of the script; and their places."""
-    set_to = {key: command.settings[key] for key in grpo.GRPO_OPTIONS if key in command.settings}
-    if "num_generations" in set_to:
-        given = {key: int(value) if str(value).isdecimal() else value for key, (value, _) in set_to.items()}
-        return given, [place for _, place in set_to.values()]
-    source = plain_source(command.script)
-    calls = source.find("GRPOConfig") if source else []
-    if len(calls) != 1 or set_to or not all(each.arg for each in calls[0].node.keywords):
-        return {}, []
-    keywords = {key: value for key in grpo.GRPO_OPTIONS if (value := calls[0].keyword(key)) is not None}
-    lines = {calls[0].line, *(each.value.lineno for each in keywords.values())}
-    numbers = {key: getattr(each.value, "value", "unknown") for key, each in keywords.items()}
-    return {"num_generations": None, **numbers}, [source.place(line) for line in sorted(lines)]
+def _groups_are_set(command: TrainingCommand) -> bool:
+    """Whether the settings, and not the script, have the batch sizes of GRPO."""
+    return "num_generations" in command.settings and bool(command.launcher)
+
+
+def _number(value: object) -> Any:
+    """A setting as a number, if it is one."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 # ------------------------------------------------------------------------------------------------ environment
@@ -214,7 +234,7 @@ def _of_environment(command: TrainingCommand, environment: Environment, text: st
     if command.has_ranks:
         world = command.processes * command.nodes
         variables |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(command.processes), "RANK": "0"}
-    for finding in diagnose_environment(replace(environment, variables=variables)):
+    for finding in check_machine(replace(environment, variables=variables)):
         concerns = CONCERNS.get(finding.code)
         if concerns is None or concerns(command, text):
             yield finding

@@ -17,14 +17,15 @@ from rich.console import Console
 
 from reshard.base.errors import Problem
 from reshard.base.foreign_text import escape, escape_lines
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import UNKNOWN_FAILURE, Finding
+from reshard.runs.checks.machine_checks import check_machine
 from reshard.runs.checks.phrases import aside
 from reshard.runs.checks.root_causes import combined
+from reshard.runs.checks.script import read_source
+from reshard.runs.checks.script_checks import check_script
 from reshard.runs.doctor.log_diagnosis import diagnose_text
 from reshard.runs.doctor.remedy_spelling import RunTools, spelled
-from reshard.runs.doctor.targets.checkpoint_problems import of_recorded
-from reshard.runs.doctor.targets.environments import diagnose_environment
-from reshard.runs.doctor.targets.training_scripts import diagnose_script
 from reshard.runs.doctor.text.first_failure import first_failure
 from reshard.runs.doctor.text.log import Log, LogLine, Traceback, read_log
 from reshard.runs.doctor.text.partial_failures import EXIT_STATUS, is_consequence
@@ -88,7 +89,7 @@ class Failure:
     @staticmethod
     def of_problems(problems: Iterable[Problem], who: str, did: str) -> Failure:
         """A run that ended because of problems that reshard itself has found."""
-        return Failure(who, (), tuple(of_recorded(each, Path()) for each in problems), did)
+        return Failure(who, (), tuple(rules.of_problem(each, Path()) for each in problems), did)
 
     def as_dict(self, language: str = "en") -> dict[str, Any]:
         """For JSON."""
@@ -211,7 +212,7 @@ def _of_silent(
     """Why a rank ended without a traceback. That other ranks lost it, or waited for it, is no reason."""
     own = tuple(each for each in findings if not each.code.startswith(AFTERMATH_CODES))
     if own or code is None or code >= 0:
-        return own[:1] or (of_recorded(_ended_silently(rank, code), Path()),)
+        return own[:1] or (rules.of_problem(_ended_silently(rank, code), Path()),)
     words = SIGNAL_LINE.format(-code, signal_name(-code).split(":")[0])
     if seen.oom_kills:
         words = OOM_LINE.format(seen.oom_kills)
@@ -248,7 +249,7 @@ def _weighed(findings: list[Finding], root: Traceback | None, seen: RunEvidence)
     if not guessed or (first and first.code.startswith("short-")):
         return tuple(findings)
     noticed = sorted(_standing(seen.notices), key=lambda each: each.problem.severity != "error")
-    return (*(of_recorded(each.problem, Path()) for each in noticed), *findings)
+    return (*(rules.of_problem(each.problem, Path()) for each in noticed), *findings)
 
 
 OVER, WAITING = "run-goes-on", ("run-stands-still", "rank-stopped")
@@ -326,8 +327,8 @@ def _explained(findings: list[Finding], seen: RunEvidence) -> list[Finding]:
     """The findings in the log, combined with related ones about this machine and the scripts."""
     shown = {finding.code for finding in findings}
     scripts = [script for script in seen.scripts if script.is_file()]
-    of_script = [found for script in scripts for found in diagnose_script(str(script))]
-    both = spelled(combined([*findings, *diagnose_environment(), *of_script]), RunTools(set(seen.tools)))
+    of_script = [found for script in scripts for found in check_script(read_source(str(script)))]
+    both = spelled(combined([*findings, *check_machine(), *of_script]), RunTools(set(seen.tools)))
     return [finding for finding in both if finding.code in shown or shown & set(finding.also)]
 
 

@@ -1,38 +1,35 @@
-"""Diagnose a training script by reading it: each rule looks for one mistake."""
+"""What is wrong with a training script, by reading it: each check looks for one mistake."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-from reshard.runs.checks import grpo
+from reshard.runs.checks import grpo, rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.location import Location
+from reshard.runs.checks.location import Launch, Location
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import in_words, told
-from reshard.runs.checks.script import Call, Script, read_source
-from reshard.runs.doctor.targets.script_api import history_findings
-from reshard.runs.doctor.targets.script_device_maps import device_map_findings, export_device_map
+from reshard.runs.checks.script import Call, Script
+from reshard.runs.checks.script_api import names_of_other_releases
+from reshard.runs.checks.script_device_maps import export_device_map, spread_models
 
 SHARDERS = ("fully_shard", "FSDP", "FullyShardedDataParallel", "parallelize_module")
 
 
-def diagnose_script(path: str) -> list[Finding]:
-    """The findings about a script. Raises ReshardError if it is not Python."""
-    return diagnose_source(read_source(path))
-
-
-def diagnose_source(source: Script) -> list[Finding]:
-    """The findings about a parsed script."""
-    return [finding for rule in SCRIPT_CHECKS for finding in rule(source)]
+def check_script(source: Script, launch: Launch | None = None) -> list[Finding]:
+    """What is wrong with a script, if it is started so. Nothing of it is executed."""
+    is_alone = launch is not None and launch.is_alone
+    checks = (*SCRIPT_CHECKS, *(() if is_alone else SEVERAL_PROCESSES_CHECKS))
+    return [finding for check in checks for finding in check(source, launch)]
 
 
 _FIRST_RANK = re.compile(r"\bmodel_tp0_pp|\bmp_rank_00\b")
 _OTHER_RANKS = re.compile(r"model_tp(?:\{|\*|%|\\d|[1-9])|mp_rank_(?:\{|\*|%|\\d|0[1-9])")
 
 
-def first_rank_only(source: Script) -> Iterator[Finding]:
+def first_rank_only(source: Script, _: Launch | None) -> Iterator[Finding]:
     """Only the files of tensor-parallel rank 0 are read: InternLM's `model_tp0_pp*`, Megatron's `mp_rank_00`."""
     if not source.find("load_state_dict") or _OTHER_RANKS.search(source.text):
         return
@@ -40,7 +37,7 @@ def first_rank_only(source: Script) -> Iterator[Finding]:
     for each in constants:
         is_text = isinstance(each.value, str) and "\n" not in each.value  # a docstring may mention it
         if is_text and _FIRST_RANK.search(str(each.value)):
-            yield told("script-first-rank-only", [source.place(each.lineno)])
+            yield rules.finding("script-first-rank-only", [source.place(each.lineno)])
             return
 
 
@@ -49,7 +46,7 @@ _SET_AGAIN = re.compile(r"""\[["']params["']\]\s*=""")
 """A script that passes the new parameters to the optimizer itself."""
 
 
-def optimizer_before_sharding(source: Script) -> Iterator[Finding]:
+def optimizer_before_sharding(source: Script, _: Launch | None) -> Iterator[Finding]:
     """An optimizer with the parameters that sharding then replaces."""
     optimizers = [call for call in source.calls if _OPTIMIZER.search(call.name)]
     for optimizer in [] if _SET_AGAIN.search(source.text) else optimizers:
@@ -59,7 +56,7 @@ def optimizer_before_sharding(source: Script) -> Iterator[Finding]:
             is_later = call.line > optimizer.line and call.where.scope == optimizer.where.scope
             if is_later and models & call.names():
                 places = [source.place(optimizer.line), source.place(call.line)]
-                yield told("script-optimizer-before-sharding", places)
+                yield rules.finding("script-optimizer-before-sharding", places)
                 break
 
 
@@ -98,7 +95,7 @@ _NO_MODEL = re.compile(
 )
 
 
-def rank_guard(source: Script) -> Iterator[Finding]:
+def rank_guard(source: Script, _: Launch | None) -> Iterator[Finding]:
     """Operations that all ranks must perform together, performed by one."""
     is_sharded = bool(_SHARDED.search(source.text))
     gathers = (is_sharded or "Accelerator(" in source.text) and not _GATHERED.search(source.text)
@@ -108,7 +105,7 @@ def rank_guard(source: Script) -> Iterator[Finding]:
         return
     is_sure = is_sharded or not all(call.last in (*MODEL_METHODS, *ANY_RANK_METHODS) for call in alone)
     guards = sorted({call.where.guard for call in alone if call.where.guard})
-    yield told(
+    yield rules.finding(
         "script-rank-guard",
         [source.place(line) for line in (*(call.line for call in alone), *guards)],
         severity="error" if is_sure else "warning",
@@ -137,12 +134,13 @@ def _of_model(call: Call) -> bool:
 # ------------------------------------------------------------------------------------------------------ GRPO
 
 
-def groups_of_grpo(source: Script) -> Iterator[Finding]:
+def groups_of_grpo(source: Script, launch: Launch | None) -> Iterator[Finding]:
     """Batch sizes of GRPO that are no multiple of its groups."""
-    for call in source.find("GRPOConfig"):
-        if numbers := grpo.numbers_of({key: _number(call, key) for key in grpo.GRPO_OPTIONS}):
-            place = _spot(source, call, *grpo.better(numbers))
-            yield from (in_words(violation, [place]) for violation in grpo.cut_groups(numbers))
+    calls = source.find("GRPOConfig")
+    processes = launch.total if launch and len(calls) == 1 else None
+    for call in calls:
+        given = {key: _number(call, key) for key in grpo.GRPO_OPTIONS}
+        yield from grpo.cut_groups(given, partial(_spot, source, call), processes)
 
 
 def _number(call: Call, key: str) -> object:
@@ -161,7 +159,9 @@ def _spot(source: Script, call: Call, key: str, better: int | None) -> Location:
     return source.replaced(keyword.value, str(better)) if better else source.place(keyword.lineno)
 
 
-SCRIPT_CHECKS: tuple[Callable[[Script], Iterator[Finding]], ...] = (
-    *(device_map_findings, export_device_map, first_rank_only, history_findings),
-    *(optimizer_before_sharding, rank_guard, groups_of_grpo),
+ScriptCheck = Callable[[Script, Launch | None], Iterator[Finding]]
+SCRIPT_CHECKS: tuple[ScriptCheck, ...] = (
+    *(export_device_map, first_rank_only, names_of_other_releases, groups_of_grpo),
 )
+SEVERAL_PROCESSES_CHECKS: tuple[ScriptCheck, ...] = (spread_models, optimizer_before_sharding, rank_guard)
+"""What breaks only if several processes run the script."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from reshard.runs.checks import rules
 from reshard.runs.checks.device_maps import SPREADING_MAPS
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.location import Location
+from reshard.runs.checks.location import Launch, Location
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import told
 from reshard.runs.checks.script import Call, Script
 
 MAP_FUNCTIONS = ("infer_auto_device_map", "get_balanced_memory")
@@ -30,7 +30,7 @@ _PER_PROCESS = re.compile(r"rank|process_index|current_device|\bNone\b", re.IGNO
 _SETS_WORLD_SIZE = re.compile(r"""environ(?:\.setdefault\(|\[)["']WORLD_SIZE["']\]?\s*[,=][^=]""")
 
 
-def device_map_findings(source: Script) -> Iterator[Finding]:
+def spread_models(source: Script, launch: Launch | None) -> Iterator[Finding]:
     """A model over several devices that a trainer gets, which needs a whole one in each process."""
     places: list[Location] = []
     for value in _device_maps(source.tree):
@@ -38,26 +38,42 @@ def device_map_findings(source: Script) -> Iterator[Finding]:
         sink = _trained_by(value, source) if spread else None
         if sink is not None:
             places += [*(source.replaced(each, "None") for each in spread), source.place(sink.line)]
-    if not places:
-        return
-    launched = _LAUNCHED.search(source.text)
-    yield told(
+    if places:
+        ordered = sorted(places, key=lambda place: (not place.fixed, place.line or 0))
+        yield spread_model(dict.fromkeys(ordered), launch, _LAUNCHED.search(source.text))
+
+
+def spread_model(
+    places: Iterable[Location], launch: Launch | None, shows: re.Match[str] | None = None
+) -> Finding:
+    """The finding about a model over several devices: an error if several processes train it.
+
+    That is known from the launch, or a script `shows` that it is written for it.
+    """
+    if launch:
+        evidence = words("launch-starts", place=launch.place, count=launch.local)
+    elif shows:
+        evidence = words("for-several-processes", shows=shows[0])
+    else:
+        evidence = words("for-one-process")
+    is_sure = bool(launch or shows)
+    return rules.finding(
         "script-device-map",
-        dict.fromkeys(sorted(places, key=lambda place: (not place.fixed, place.line or 0))),
-        severity="error" if launched else "warning",
-        certainty="sure" if launched else "likely",
-        evidence=[
-            words("for-several-processes", shows=launched[0]) if launched else words("for-one-process")
-        ],
+        places,
+        severity="error" if is_sure else "warning",
+        certainty="sure" if is_sure else "likely",
+        evidence=[evidence],
     )
 
 
-def export_device_map(source: Script) -> Iterator[Finding]:
+def export_device_map(source: Script, launch: Launch | None) -> Iterator[Finding]:
     """device_map='auto' in a script that sets WORLD_SIZE itself, and passes the model to no trainer."""
-    if _SETS_WORLD_SIZE.search(source.text) and not any(device_map_findings(source)):
+    if _SETS_WORLD_SIZE.search(source.text) and not any(spread_models(source, launch)):
         spread = [value for value in _device_maps(source.tree) if _is_spread(value)]
         if spread:
-            yield told("script-export-device-map", [source.replaced(value, "None") for value in spread])
+            yield rules.finding(
+                "script-export-device-map", [source.replaced(value, "None") for value in spread]
+            )
 
 
 def _device_maps(tree: ast.Module) -> Iterator[ast.expr]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from reshard.base.suggest import closest
-from reshard.runs.doctor.history.api_table import ApiTable, table
-from reshard.runs.doctor.history.call_parameters import RefusedParameter, base_of, of_other_release
-from reshard.runs.doctor.history.versions_in_use import Versions
+from reshard.runs.checks.history.api_table import ApiTable, table
+from reshard.runs.checks.history.call_parameters import RefusedParameter, base_of, of_other_release
+from reshard.runs.checks.history.versions_in_use import Versions
 
 
 @dataclass(frozen=True)
@@ -43,27 +43,14 @@ SCHEMAS = {
 _TRAINS = "@transformers:Seq2SeqTrainingArguments"
 
 
-class ConfigKeys:
-    """What a program accepts in the installed or newest version, and what it accepted in others."""
+@dataclass
+class KnownKeys:
+    """What a program accepts in the versions in use, and the constructors of the classes that read it."""
 
-    def __init__(self, program: str, versions: Versions) -> None:
-        self.schema = SCHEMAS[program]
-        self.versions = versions
-        self.table = table(self.schema.package)
-        self.functions = [*self._constructors()]
-        self.known = {*self.schema.own}.union(*(self._taken(*each) for each in self.functions))
-        if self.schema.words and self.table:
-            self.known |= self.table.words()
-
-    def span(self, name: str) -> tuple[str, str] | None:
-        """The first and the last known release in which the program accepts a key; None if none does."""
-        own = [each.own_parameter(function, name) for each, function in self.functions if each is self.table]
-        there = {at for presence in own for at in presence.there}
-        return (
-            (self.table.versions[min(there)], self.table.versions[max(there)])
-            if self.table and there
-            else None
-        )
+    program: str
+    versions: Versions
+    functions: list[tuple[ApiTable, str]]
+    known: set[str]
 
     def near(self, key: str) -> str | None:
         """The key that was probably meant instead of an unknown one."""
@@ -77,6 +64,29 @@ class ConfigKeys:
             return None
         found = (of_other_release(*each, key, self.versions, self.known) for each in self.functions)
         return next(filter(None, found), None)
+
+
+class ConfigKeys(KnownKeys):
+    """What a program accepts in its config in the installed or newest version, and what it accepted in others."""
+
+    def __init__(self, program: str, versions: Versions) -> None:
+        self.schema = SCHEMAS[program]
+        self.table = table(self.schema.package)
+        super().__init__(self.schema.program, versions, [], {*self.schema.own})
+        self.functions = [*self._constructors()]
+        self.known |= set().union(*(self._taken(*each) for each in self.functions))
+        if self.schema.words and self.table:
+            self.known |= self.table.words()
+
+    def span(self, name: str) -> tuple[str, str] | None:
+        """The first and the last known release in which the program accepts a key; None if none does."""
+        own = [each.own_parameter(function, name) for each, function in self.functions if each is self.table]
+        there = {at for presence in own for at in presence.there}
+        return (
+            (self.table.versions[min(there)], self.table.versions[max(there)])
+            if self.table and there
+            else None
+        )
 
     def _constructors(self) -> Iterator[tuple[ApiTable, str]]:
         """The classes that read the config."""

@@ -7,17 +7,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from reshard.base.languages import Text
+from reshard.runs.checks.history.api_table import ApiTable
 from reshard.runs.checks.phrases import words
-from reshard.runs.doctor.history.api_table import ApiTable
 
 _INLINE = re.compile(r"^# /// script\s*$(.*?)^# ///\s*$", re.MULTILINE | re.DOTALL)
 """The metadata of a script (PEP 723)."""
 _QUOTED = re.compile(r"[\"']([A-Za-z][\w.-]*\s*==\s*[\w.]+)[\"']")
+
+
+class Proof(TypedDict):
+    """What a finding says of its certainty."""
+
+    certainty: str
+    evidence: list[Text]
 
 
 @dataclass(frozen=True)
@@ -59,14 +67,24 @@ class Versions:
         """The version of a table's package; if unknown, the newest in the table."""
         return self.of(found.package) or Version(found.versions[-1])
 
-    def certainty(self, found: ApiTable, since: str | None) -> tuple[str, Text]:
+    def proof(self, found: ApiTable, since: str | None) -> Proof:
         """How certain it is that something is missing, and the evidence; `since` is the release that lacks it."""
+        certainty, evidence = self._certainty(found, since)
+        return {"certainty": certainty, "evidence": [evidence, read_from(found)]}
+
+    def _certainty(self, found: ApiTable, since: str | None) -> tuple[str, Text]:
         package, version = found.package, self.of(found.package)
         if version is None:
             return "likely", words("holds-from", name=package, version=since or found.versions[-1])
         if package in self.pinned:
             return "sure", words("pinned-to", name=package, version=version, file=self.pinned[package][1])
         return "sure", words("installed-here", name=package, version=version)
+
+
+def read_from(own: ApiTable) -> Text:
+    """The releases from which a table was made, and when."""
+    first, last = own.versions[0], own.versions[-1]
+    return words("history-read", package=own.package, first=first, last=last, date=own.date)
 
 
 def installed_version(package: str) -> str | None:

@@ -9,9 +9,9 @@ from functools import cache
 
 from packaging.version import InvalidVersion, Version
 
-from reshard.runs.doctor.history.api_table import PACKAGE_OF_ROOT, ApiTable, table
-from reshard.runs.doctor.history.release_ranges import Bounds
-from reshard.runs.doctor.history.versions_in_use import Versions
+from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, ApiTable, table
+from reshard.runs.checks.history.release_ranges import Bounds
+from reshard.runs.checks.history.versions_in_use import Versions
 
 
 @dataclass(frozen=True)

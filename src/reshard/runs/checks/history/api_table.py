@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from packaging.version import Version
 
-from reshard.runs.doctor.history.release_ranges import LONG_LIVED, NOWHERE, Presence, Releases, Span
+from reshard.runs.checks.history.release_ranges import LONG_LIVED, NOWHERE, Presence, Releases, Span
 
 TABLES_FOLDER = Path(__file__).with_name("tables")
 PACKAGE_ROOTS = {
@@ -308,6 +308,12 @@ def table(package: str) -> ApiTable | None:
     if package not in PACKAGE_ROOTS or not path.is_file():
         return None
     return ApiTable(package, json.loads(lzma.decompress(path.read_bytes())))
+
+
+def table_of(module: str) -> ApiTable | None:
+    """The table of the package to which a module belongs."""
+    package = PACKAGE_OF_ROOT.get(module.partition(".")[0])
+    return table(package) if package else None
 
 
 def tables(packages: Iterable[str]) -> Iterator[ApiTable]:

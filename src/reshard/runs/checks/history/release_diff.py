@@ -22,8 +22,8 @@ from packaging.version import InvalidVersion, Version
 
 from reshard.base.errors import ReshardError
 from reshard.base.suggest import closest, did_you_mean
-from reshard.runs.doctor.history.api_table import PACKAGE_ROOTS, ApiTable, table
-from reshard.runs.doctor.history.release_ranges import Presence, Span
+from reshard.runs.checks.history.api_table import PACKAGE_ROOTS, ApiTable, table
+from reshard.runs.checks.history.release_ranges import Presence, Span
 
 _PARAMETER = re.compile(r"(?P<function>[\w.]{1,200})\((?P<name>\w{1,80})(?:=[^)]{0,80})?\)")
 

@@ -1,4 +1,4 @@
-"""Diagnose configs by reading them: accelerate, DeepSpeed, TRL and LLaMA-Factory, as YAML or JSON."""
+"""What is wrong with a config, by reading it: of accelerate, DeepSpeed, TRL and LLaMA-Factory, as YAML or JSON."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.base.argument_checks import truth
-from reshard.base.languages import Text
-from reshard.runs.checks import grpo
+from reshard.runs.checks import grpo, rules
 from reshard.runs.checks.config_text import ConfigText, read_config
 from reshard.runs.checks.device_maps import spread_in
 from reshard.runs.checks.environment import find_gpus
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.location import Location
-from reshard.runs.checks.precision import several, without_bf16
-from reshard.runs.checks.rules import in_words, told
-from reshard.runs.doctor.causes.api_changes import read_from
-from reshard.runs.doctor.history.call_parameters import RefusedParameter
-from reshard.runs.doctor.history.config_keys import ConfigKeys
-from reshard.runs.doctor.history.versions_in_use import Versions
-from reshard.runs.doctor.targets.script_api import wording
+from reshard.runs.checks.history.config_keys import ConfigKeys
+from reshard.runs.checks.history.versions_in_use import Versions, read_from
+from reshard.runs.checks.location import Launch, Location
+from reshard.runs.checks.other_releases import of_other_release
+from reshard.runs.checks.precision import without_bf16
+from reshard.runs.checks.script_device_maps import spread_model
 
 TRL_KEYS = {
     "learning_rate",
@@ -39,16 +36,29 @@ LLAMAFACTORY_STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
 ACCELERATE_KEYS = {"distributed_type", "compute_environment", "fsdp_config", "deepspeed_config"}
 
 
-def diagnose_config(path: str, installed: Mapping[str, str] | None = None) -> list[Finding]:
-    """The findings about a config. Raises ReshardError if it cannot be read.
+def check_config(
+    path: str,
+    installed: Mapping[str, str] | None = None,
+    launch: Launch | None = None,
+    *,
+    refuses_unknown: bool = True,
+) -> list[Finding]:
+    """What is wrong with a config of a run that is started so. Raises ReshardError if it cannot be read.
 
-    `installed` are the packages of the Python that reads it; None if that is this one.
+    `installed` are the packages of the Python that reads it; None if that is this one. A script that does not refuse
+    keys that it does not know runs without what they say.
     """
     config = replace(read_config(path), installed=installed)
     program = _program(config.content)
-    rules = (_text, *CONFIG_CHECKS.get(program, ()))
-    found = [each for rule in rules for each in rule(config)]
-    return [*found, *_keys(config, program)] if program else found
+    checks = (_text, *CONFIG_CHECKS.get(program, ()))
+    findings = [each for check in checks for each in check(config)]
+    if program == "trl" or (launch and not launch.is_alone):
+        findings += _spread_models(config, launch)
+    findings += _groups(config, launch) if program == "trl" else []
+    keys = list(_keys(config, program)) if program else []
+    if program == "trl" and not refuses_unknown:
+        keys = [replace(each, severity="warning") for each in keys]
+    return [*findings, *keys]
 
 
 def _program(given: Mapping[str, Any]) -> str:
@@ -75,9 +85,9 @@ def _text(config: ConfigText) -> Iterator[Finding]:
     """Syntax on which readers of YAML and JSON disagree."""
     if config.repeated:
         places = [config.place(key) for key in config.repeated]
-        yield told("config-repeated-key", places, {"keys": ", ".join(config.repeated)})
+        yield rules.finding("config-repeated-key", places, {"keys": ", ".join(config.repeated)})
     if config.is_lenient:
-        yield told("config-json-comments", [Location(config.path)])
+        yield rules.finding("config-json-comments", [Location(config.path)])
 
 
 # ------------------------------------------------------------------------------------------------- accelerate
@@ -92,14 +102,14 @@ FSDP1_KEYS = tuple(
 def _accelerate(config: ConfigText) -> Iterator[Finding]:
     if config.get("fsdp_config.fsdp_state_dict_type") == "SHARDED_STATE_DICT":
         where = config.changed("fsdp_config.fsdp_state_dict_type", "FULL_STATE_DICT")
-        yield told("sharded-save-model", [where], severity="warning", certainty="possible")
+        yield rules.finding("sharded-save-model", [where], severity="warning", certainty="possible")
     processes, machines = config.get("num_processes"), config.get("num_machines")
     if isinstance(processes, int) and isinstance(machines, int) and machines > 0 and processes % machines:
         better = -(-processes // machines) * machines
         counts = {"processes": processes, "machines": machines}
-        yield told("config-processes-machines", [config.changed("num_processes", better)], counts)
+        yield rules.finding("config-processes-machines", [config.changed("num_processes", better)], counts)
     if config.get("mixed_precision") == "bf16":
-        yield from _without_bf16(config.changed("mixed_precision", "fp16"))
+        yield from without_bf16(find_gpus()[0], config.changed("mixed_precision", "fp16"))
 
 
 def _fsdp(config: ConfigText) -> Iterator[Finding]:
@@ -116,12 +126,7 @@ def _fsdp(config: ConfigText) -> Iterator[Finding]:
         places = [config.changed(f"fsdp_config.{after_forward}", "FULL_SHARD")]
         severity = "error"
     if old:
-        yield told("config-fsdp-versions", places, {"keys": ", ".join(old)}, severity=severity)
-
-
-def _without_bf16(place: Location) -> Iterator[Finding]:
-    """A setting that the GPUs of this machine cannot follow."""
-    return (in_words(violation, [place]) for violation in without_bf16(find_gpus()[0]))
+        yield rules.finding("config-fsdp-versions", places, {"keys": ", ".join(old)}, severity=severity)
 
 
 # ------------------------------------------------------------------------------------------------- DeepSpeed
@@ -133,7 +138,9 @@ def _gathering(config: ConfigText) -> Iterator[Finding]:
     if config.get(stage) == 3 and config.get(gather) in (None, False):
         place = config.changed(gather, True) if gather in config.spots else config.place(stage)
         is_of_trainer = any(re.search(r"\bauto\b", line) for line in config.lines)
-        yield told("config-zero3-gather", [place], certainty="likely" if is_of_trainer else "possible")
+        yield rules.finding(
+            "config-zero3-gather", [place], certainty="likely" if is_of_trainer else "possible"
+        )
 
 
 def _precisions(config: ConfigText) -> Iterator[Finding]:
@@ -142,8 +149,9 @@ def _precisions(config: ConfigText) -> Iterator[Finding]:
         f"{name}.enabled" if isinstance(config.get(name), Mapping) else name for name in ("fp16", "bf16")
     )
     on = [key.partition(".")[0] for key in (half, brain) if truth(config.get(key))]
-    for violation in several(on):
-        yield in_words(violation, [config.changed(half, False), config.place(brain)])
+    if len(on) > 1:
+        places = [config.changed(half, False), config.place(brain)]
+        yield rules.finding("config-two-precisions", places, {"first": on[0], "second": on[1]})
 
 
 def _batch(config: ConfigText) -> Iterator[Finding]:
@@ -156,7 +164,7 @@ def _batch(config: ConfigText) -> Iterator[Finding]:
     if total % (micro * steps):
         better = -(-total // (micro * steps)) * micro * steps
         values = {"total": total, "micro": micro, "steps": steps}
-        yield told("config-batch-product", [config.changed("train_batch_size", better)], values)
+        yield rules.finding("config-batch-product", [config.changed("train_batch_size", better)], values)
 
 
 # ------------------------------------------------------------------------------------- LLaMA-Factory and TRL
@@ -164,29 +172,31 @@ def _batch(config: ConfigText) -> Iterator[Finding]:
 
 def _flash_attention(config: ConfigText) -> Iterator[Finding]:
     if config.get("flash_attn") == "fa2":
-        yield from _without_bf16(config.changed("flash_attn", "sdpa"))
+        yield from without_bf16(find_gpus()[0], config.changed("flash_attn", "sdpa"))
 
 
-def device_maps(config: ConfigText) -> Iterator[Finding]:
+def _spread_models(config: ConfigText, launch: Launch | None) -> Iterator[Finding]:
     """Device maps over several devices, in `model_init_kwargs` and everywhere else."""
-    if keys := list(spread_in(config.content)):
-        yield told("script-device-map", [config.changed(key, None) for key in keys])
+    keys = [] if launch and launch.is_alone else list(spread_in(config.content))
+    if keys:
+        yield spread_model([config.changed(key, None) for key in keys], launch)
 
 
-def _groups(config: ConfigText) -> Iterator[Finding]:
+def _groups(config: ConfigText, launch: Launch | None) -> Iterator[Finding]:
     """Batch sizes of GRPO that are no multiple of its groups."""
-    is_grpo = "num_generations" in config.content or "reward_funcs" in config.content
-    if numbers := grpo.numbers_of(config.content) if is_grpo else None:
-        key, value = grpo.better(numbers)
-        place = config.changed(key, value) if value else config.place(key)
-        yield from (in_words(violation, [place]) for violation in grpo.cut_groups(numbers))
+
+    def place(key: str, better: int | None) -> Location:
+        return config.changed(key, better) if better else config.place(key)
+
+    if "num_generations" in config.content or "reward_funcs" in config.content:
+        yield from grpo.cut_groups(config.content, place, launch.total if launch else None)
 
 
 CONFIG_CHECKS: dict[str, tuple[Callable[[ConfigText], Iterator[Finding]], ...]] = {
     "accelerate": (_accelerate, _fsdp),
     "deepspeed": (_gathering, _precisions, _batch),
     "llamafactory": (_flash_attention, _precisions),
-    "trl": (device_maps, _groups, _precisions),
+    "trl": (_precisions,),
 }
 """By the program that reads the config."""
 
@@ -204,30 +214,16 @@ def _keys(config: ConfigText, program: str) -> Iterator[Finding]:
     for key in _asked(config, program):
         name = key.rpartition(".")[2]
         if why := keys.gone(name):
-            sure, evidence = versions.certainty(why.table, why.bounds.until if why.bounds else None)
-            proof = [evidence, read_from(why.table)]
-            yield _of_other_release(config, key, keys, why, sure, proof)
+            place = config.renamed(key, why.renamed) if why.renamed else config.dropped(key)
+            place = config.place(key) if why.bounds and why.bounds.since else place
+            yield of_other_release(keys.program, name, why, place, versions)
         elif near := keys.near(name):
             slips[key] = near
     if slips:
         names = ", ".join(key.rpartition(".")[2] for key in slips)
-        values = {"program": keys.schema.program, "key": names, "near": ", ".join(slips.values())}
-        places, proof = [config.renamed(*each) for each in slips.items()], [read_from(keys.table)]
-        yield told("config-unknown-key", places, values, certainty="likely", evidence=proof)
-
-
-def _of_other_release(
-    config: ConfigText, key: str, keys: ConfigKeys, why: RefusedParameter, sure: str, proof: list[Text]
-) -> Finding:
-    assert why.bounds is not None
-    package, name = why.table.package, key.rpartition(".")[2]
-    if why.bounds.since is None:
-        values = wording(keys.schema.program, name, why.renamed, package, why.bounds.specifier)
-        place = config.renamed(key, why.renamed) if why.renamed else config.dropped(key)
-        return told("script-removed-keyword", [place], values, certainty=sure, evidence=proof)
-    values = {"name": name, "package": package, "release": why.bounds.shown}
-    values["pin"] = f"{package}{why.bounds.specifier}"
-    return told("script-name-later", [config.place(key)], values, certainty=sure, evidence=proof)
+        values = {"program": keys.program, "key": names, "near": ", ".join(slips.values())}
+        places, evidence = [config.renamed(*each) for each in slips.items()], [read_from(keys.table)]
+        yield rules.finding("config-unknown-key", places, values, certainty="likely", evidence=evidence)
 
 
 def _asked(config: ConfigText, program: str) -> list[str]:

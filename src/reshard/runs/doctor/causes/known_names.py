@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from reshard.base.languages import Text
+from reshard.runs.checks.history.api_table import PACKAGE_ROOTS, ApiTable, table_of, tables
+from reshard.runs.checks.history.bloom_filters import packages_with
+from reshard.runs.checks.history.call_parameters import base_of
+from reshard.runs.checks.history.release_ranges import Bounds, Presence
 from reshard.runs.checks.phrases import words
-from reshard.runs.doctor.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS, ApiTable, table, tables
-from reshard.runs.doctor.history.bloom_filters import packages_with
-from reshard.runs.doctor.history.call_parameters import base_of
-from reshard.runs.doctor.history.missing_names import Missing, MissingKind, checkout_of, is_shadowed
-from reshard.runs.doctor.history.release_ranges import Bounds, Presence
+from reshard.runs.doctor.causes.missing_names import Missing, MissingKind, checkout_of, is_shadowed
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.upstream_search import package_of
 
@@ -50,12 +50,6 @@ def known_of(missing: Missing, failure: Traceback, log: Log) -> KnownName | None
             return _of_attribute(missing, failure, log)
         case _:
             return _of_call(missing, failure, log)
-
-
-def table_of(module: str) -> ApiTable | None:
-    """The table of the package to which a module belongs."""
-    package = PACKAGE_OF_ROOT.get(module.partition(".")[0])
-    return table(package) if package else None
 
 
 _REPLACED = {

@@ -7,26 +7,24 @@ import re
 from collections.abc import Iterator
 
 from reshard.base.suggest import closest
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.location import Location
+from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, ApiTable, table_of, tables
+from reshard.runs.checks.history.bloom_filters import packages_with
+from reshard.runs.checks.history.call_parameters import parameters, refused
+from reshard.runs.checks.history.versions_in_use import Versions
+from reshard.runs.checks.location import Launch, Location
+from reshard.runs.checks.other_releases import added_later, of_other_release
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import told
 from reshard.runs.checks.script import Call, Script
-from reshard.runs.doctor.causes.api_changes import read_from
-from reshard.runs.doctor.history.api_table import PACKAGE_OF_ROOT, ApiTable, tables
-from reshard.runs.doctor.history.bloom_filters import packages_with
-from reshard.runs.doctor.history.call_parameters import RefusedParameter, parameters, refused
-from reshard.runs.doctor.history.known_names import table_of
-from reshard.runs.doctor.history.release_ranges import Bounds
-from reshard.runs.doctor.history.versions_in_use import Versions
 
 ImportedName = tuple[ast.stmt | ast.expr, str, str]
 """Where a script names something, the module, and the name in it; "" for the module itself."""
 
 
-def history_findings(source: Script) -> Iterator[Finding]:
-    """Findings of the history about a script: imports, attributes of modules, keywords."""
-    names = _imports(source.tree)
+def names_of_other_releases(source: Script, _: Launch | None) -> Iterator[Finding]:
+    """Imports, attributes of modules, and keywords that the packages in use do not have."""
+    names = imported_names(source.tree)
     if not names and not source.calls:
         return
     versions = Versions.beside(source.path, source.text, source.installed)
@@ -84,7 +82,7 @@ def _dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _imports(tree: ast.Module) -> dict[str, str]:
+def imported_names(tree: ast.Module) -> dict[str, str]:
     """The meaning of each imported name: a module, or `module:name`, for packages in the history."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -121,7 +119,7 @@ def _of_name(
     if bounds is None or own.is_open(module, version):
         return
     if bounds.since:
-        yield _later(source.place(node.lineno), shown, own, bounds, versions)
+        yield added_later(shown, own, bounds, source.place(node.lineno), versions)
         return
     new = own.elsewhere(name, module, max(0, own.place(version)[0])) if name else None
     instead = f"from {new} import {name}" if new else ""
@@ -131,17 +129,8 @@ def _of_name(
     values = {"name": shown, "package": own.package, "release": bounds.last}
     values["pin"] = f"{own.package}{bounds.specifier}"
     values["instead"] = words("write-instead", new=instead) if instead else words("go-back")
-    sure, evidence = versions.certainty(own, bounds.until)
-    proof = [evidence, read_from(own)]
-    yield told("script-name-gone", [source.place(node.lineno, fixed)], values, certainty=sure, evidence=proof)
-
-
-def _later(place: Location, name: str, own: ApiTable, bounds: Bounds, versions: Versions) -> Finding:
-    """The finding that a later release added something."""
-    values = {"name": name, "package": own.package, "release": bounds.shown}
-    values["pin"] = f"{own.package}{bounds.specifier}"
-    sure, evidence = versions.certainty(own, bounds.until)
-    return told("script-name-later", [place], values, certainty=sure, evidence=[evidence, read_from(own)])
+    place = source.place(node.lineno, fixed)
+    yield rules.finding("script-name-gone", [place], values, **versions.proof(own, bounds.until))
 
 
 # -------------------------------------------------------------------------------------------------- keywords
@@ -175,54 +164,20 @@ def _of_call(
     source: Script, call: Call, own: ApiTable, function: str, versions: Versions
 ) -> Iterator[Finding]:
     """The keywords of a call that its function does not accept in the script's release."""
+    owner = function.removesuffix(".__init__")
     for keyword in call.node.keywords:
         why = refused(own, function, keyword.arg, versions) if keyword.arg else None
         if why and why.bounds:
-            yield _of_release(source, keyword, function, why, why.bounds, versions)
+            place = _renamed(source, keyword, why.renamed) if why.renamed else _dropped(source, keyword)
+            place = source.place(keyword.lineno) if why.bounds.since else place
+            yield of_other_release(owner, str(keyword.arg), why, place, versions)
         elif why:
-            yield from _slip(source, keyword, own, function, versions)
-
-
-def _slip(
-    source: Script, keyword: ast.keyword, own: ApiTable, function: str, versions: Versions
-) -> Iterator[Finding]:
-    """A keyword that no release has, and that is like one of the function's."""
-    known = parameters(own, function, versions) or set()
-    for near in closest(str(keyword.arg), known, cutoff=LEAST_SIMILARITY):
-        sure, evidence = versions.certainty(own, own.versions[-1])
-        values = {"name": function.removesuffix(".__init__"), "key": keyword.arg, "near": near}
-        place, proof = _renamed(source, keyword, near), [evidence, read_from(own)]
-        yield told("script-unknown-keyword", [place], values, certainty=sure, evidence=proof)
-
-
-def _of_release(
-    source: Script,
-    keyword: ast.keyword,
-    function: str,
-    why: RefusedParameter,
-    bounds: Bounds,
-    versions: Versions,
-) -> Finding:
-    """A keyword that only other releases accept."""
-    shown, name = function.removesuffix(".__init__"), str(keyword.arg)
-    if bounds.since:
-        return _later(source.place(keyword.lineno), f"{shown}({name}=…)", why.table, bounds, versions)
-    sure, evidence = versions.certainty(why.table, bounds.until)
-    place = _renamed(source, keyword, why.renamed) if why.renamed else _dropped(source, keyword)
-    gone = wording(shown, name, why.renamed, why.table.package, bounds.specifier)
-    proof = [evidence, read_from(why.table)]
-    return told("script-removed-keyword", [place], gone, certainty=sure, evidence=proof)
-
-
-def wording(name: str, old: str, new: str | None, package: str, specifier: str) -> dict[str, object]:
-    """What the rule says about an old keyword or key: renamed, or removed."""
-    return {
-        "name": name,
-        "old": old,
-        "became": words("name-became" if new else "name-gone", old=old, new=new),
-        "cure": words("write-new" if new else "delete-old", old=old, new=new),
-        "pin": f"{package}{specifier}",
-    }
+            known = parameters(own, function, versions) or set()
+            for near in closest(str(keyword.arg), known, cutoff=LEAST_SIMILARITY):
+                values = {"name": owner, "key": keyword.arg, "near": near}
+                proof = versions.proof(own, own.versions[-1])
+                place = _renamed(source, keyword, near)
+                yield rules.finding("script-unknown-keyword", [place], values, **proof)
 
 
 def _renamed(source: Script, keyword: ast.keyword, new: str) -> Location:

@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 from reshard.runs.checks.environment import Environment
 from reshard.runs.checks.finding import Finding
-from reshard.runs.doctor.targets.environments import diagnose_environment
+from reshard.runs.checks.machine_checks import check_machine
 
 LEAST_PACKAGES = 3
 """Minimum number of packages in a list."""
@@ -45,5 +45,5 @@ def diagnose_freeze(name: str, versions: dict[str, str]) -> list[Finding]:
     nowhere = Environment(versions, gpus=[], driver=None, variables={}, home=Path(os.devnull))
     return [
         replace(finding, places=tuple(replace(place, target=name) for place in finding.places))
-        for finding in diagnose_environment(nowhere)
+        for finding in check_machine(nowhere)
     ]

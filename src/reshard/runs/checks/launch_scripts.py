@@ -1,23 +1,19 @@
-"""Diagnose a shell script that launches a training run: each launcher's command against the variables around it."""
+"""What is wrong with a shell script that launches a run: each launcher's command against the variables around it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from reshard.base.foreign_text import clipped
 from reshard.base.plain_json import decoded
-from reshard.runs.checks.config_text import read_config
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.location import Location
+from reshard.runs.checks.location import SHELL_SUFFIXES, Launch, Location
 from reshard.runs.checks.machine_checks import more_processes_than_gpus
-from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import in_words, told
-from reshard.runs.doctor.targets.training_configs import device_maps
-from reshard.runs.doctor.text.text_files import CONFIG_SUFFIXES, SHELL_SUFFIXES
 
 _LAUNCHER = re.compile(
     r"\b(?:torchrun|accelerate\s+launch|deepspeed|torch\.distributed\.(?:run|launch)|megatron\s+\w+|swift\s+\w+)\b"
@@ -54,6 +50,15 @@ class _Command:
         match = option.search(self.text)
         return self.value(match[1]) if match else None
 
+    @property
+    def processes(self) -> tuple[int | None, int | None]:
+        """The number on each machine, and of all machines."""
+        machines = self.number(_MACHINES) if _MACHINES.search(self.text) else 1
+        local, total = self.number(_PER_MACHINE), self.number(_OF_ALL)
+        if not machines:
+            return local, total
+        return local or (total and total // machines), total or (local and local * machines)
+
 
 def _commands(path: str) -> Iterator[_Command]:
     text = "\n".join(decoded(Path(path).read_bytes()).splitlines())
@@ -69,47 +74,31 @@ def _commands(path: str) -> Iterator[_Command]:
         line += match[0].count("\n")
 
 
-def diagnose_launch(path: str) -> list[Finding]:
-    """The findings about the launches of a shell script."""
+def check_launches(path: str) -> list[Finding]:
+    """What is wrong with the launches of a shell script."""
     return [finding for command in _commands(path) for finding in _problems(command)]
 
 
 def _problems(command: _Command) -> Iterator[Finding]:
-    machines = command.number(_MACHINES) if _MACHINES.search(command.text) else 1
-    processes = command.number(_PER_MACHINE)
-    if machines == 1:
-        processes = processes or command.number(_OF_ALL)
+    local, total = command.processes
     gpus = len(re.findall(r"\d+", command.gpus))
-    yield from (
-        in_words(violation, [command.place]) for violation in more_processes_than_gpus(processes or 1, gpus)
-    )
+    yield from more_processes_than_gpus(local or 1, gpus, command.place)
     splits = {match[1]: command.value(match[2]) or 0 for match in _SPLITS.finditer(command.text)}
-    product, world = prod(splits.values()), (processes or 0) * (machines or 0)
-    if world and product and world % product:
+    yield from uneven_layout(splits, total or 0, command.place)
+
+
+def uneven_layout(splits: Mapping[str, int], world: int, place: Location) -> Iterator[Finding]:
+    """A layout of tensor, pipeline and context parallelism that does not divide the number of processes."""
+    product = prod(splits.values())
+    if product and world % product:
         sizes = " × ".join(f"{name} {size}" for name, size in splits.items())
-        yield told("launch-layout", [command.place], {"world": world, "product": product, "sizes": sizes})
+        yield rules.finding("launch-layout", [place], {"world": world, "product": product, "sizes": sizes})
 
 
-def processes_of(path: str) -> tuple[Location, int] | None:
-    """The first command of a shell script that starts several processes, and their number per machine."""
+def launch_of(path: str) -> Launch | None:
+    """The first launch of several processes in a shell script."""
     for command in _commands(path) if path.endswith(SHELL_SUFFIXES) and Path(path).is_file() else ():
-        count = command.number(_PER_MACHINE) or command.number(_OF_ALL) or 1
-        if count > 1:
-            return command.place, count
+        local, total = command.processes
+        if local and (local > 1 or (total or 1) > 1):
+            return Launch(command.place, local, total)
     return None
-
-
-def under_launch(finding: Finding, place: Location, count: int) -> Finding:
-    """A finding about a script, now that it is launched with several processes."""
-    if finding.code != "script-device-map" or finding.severity == "error":
-        return finding
-    seen = words("launch-starts", place=place, count=count)
-    return replace(finding, severity="error", certainty="sure", evidence=(seen,))
-
-
-def run_by_several(path: str, findings: Iterable[Finding], place: Location, count: int) -> list[Finding]:
-    """The findings about a script or config of a run with several processes, which `place` starts."""
-    found = list(findings)
-    if path.endswith(CONFIG_SUFFIXES) and not any(each.code == "script-device-map" for each in found):
-        found += device_maps(read_config(path))
-    return [under_launch(each, place, count) for each in found]

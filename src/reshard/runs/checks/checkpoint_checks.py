@@ -1,0 +1,272 @@
+"""What is wrong with a checkpoint, by reading it: the findings of `inspect`, and whether it would load and train."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.foreign_text import clipped, shown
+from reshard.base.languages import Text
+from reshard.base.plain_json import MAX_CODE_BYTES
+from reshard.base.translations import translated
+from reshard.commands.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, inspect_checkpoint
+from reshard.folders import iterations
+from reshard.folders.companions import TOKENIZER_CONFIG, Companions, find_companions, read_object
+from reshard.formats import foreign
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.megatron import fsdp_dtensor, legacy, torch_dist, zarr
+from reshard.formats.not_found import NOTHING_FOUND
+from reshard.runs.checks import rules
+from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.history.versions_in_use import installed_version
+from reshard.runs.checks.location import Location
+from reshard.runs.checks.phrases import words
+from reshard.transfer.source_files import Sources
+
+CHECKPOINT_MARKS = (
+    *("config.json", "adapter_config.json", "latest", iterations.TRACKER),
+    *("iter_*", "release", "mp_rank_*", "global_step*", "*.distcp"),
+)
+"""Names that show that a checkpoint was intended, even if it has no weights that can be read."""
+TORCH_FILES = ("*.bin", "*.pt", "*.pth")
+"""Names of weights that other programs use, too: such a file has to begin as one with weights does."""
+WEIGHT_BEGINNINGS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"version https")
+"""Of a zip archive, a pickle, and a Git LFS pointer."""
+
+
+def check_checkpoint(
+    path: Path,
+    on_inspected: Callable[[Inspection], None] = lambda inspection: None,
+    installed: Mapping[str, str] | None = None,
+) -> tuple[list[Finding], str]:
+    """The findings about the checkpoint at `path`, and the command to run next ("" if there is none).
+
+    `on_inspected` receives what `inspect` found, if it can be opened. `installed` are the packages of the Python that
+    loads it; None if that is this one. Raises ReshardError if there is no checkpoint: a damaged or incomplete one is a
+    finding.
+    """
+    try:
+        inspection = inspect_checkpoint(_tracked(path))
+    except ReshardError as error:
+        is_foreign = any(problem.code in foreign.CODES for problem in error.problems)
+        if is_foreign or not _is_meant(path, error):
+            raise
+        return [_damage(problem, path) for problem in error.problems], ""
+    on_inspected(inspection)
+    findings = [_of_problem(problem, inspection) for problem in inspection.problems if not _lacks(problem)]
+    findings += _missing(inspection, _tracked(path))
+    try:
+        findings += _trainability(inspection.checkpoint, installed)
+    except ReshardError as error:  # a config or a tokenizer that is not JSON
+        findings += [
+            _damage(problem, path) for problem in error.problems if problem not in inspection.problems
+        ]
+    return findings, inspection.next
+
+
+def _tracked(path: Path) -> Path:
+    """The path; for a Megatron run without a tracker file, its last iteration."""
+    steps = iterations.found_in(path)
+    return path if not steps or (path / iterations.TRACKER).exists() else list(steps.values())[-1]
+
+
+def _is_meant(path: Path, error: ReshardError) -> bool:
+    """Whether a path was intended as a checkpoint, although it cannot be opened: it has at least a part of one."""
+    if any(problem.code != NOTHING_FOUND for problem in error.problems):
+        return True
+    folders = [each for each in (path, *path.glob("*")) if each.is_dir()]
+    if any(_matching(folder, CHECKPOINT_MARKS) for folder in folders):
+        return True
+    files = chain([path], *(_matching(folder, TORCH_FILES) for folder in folders))
+    return any(file.is_file() and _begins_as_weights(file) for file in files)
+
+
+def _matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return [file for pattern in patterns for file in folder.glob(pattern)]
+
+
+def _begins_as_weights(path: Path) -> bool:
+    """Whether a file begins as one with weights, or has only zeros, as after an interrupted copy."""
+    with path.open("rb") as file:
+        begin = file.read(64)
+    return begin.startswith(WEIGHT_BEGINNINGS) or not begin.strip(b"\0")
+
+
+def _damage(problem: Problem, path: Path) -> Finding:
+    """The finding why a checkpoint cannot be opened."""
+    values = {
+        "message": translated(problem, "message"),
+        "shows": Text.lines(rules.said_by(problem, "tensor", "rule", "expected", "found")),
+        "remedy": translated(problem, "remedy") if problem.remedy else words("problem-copy-again"),
+        "path": path,
+        "problem": problem.code,
+    }
+    return rules.finding("checkpoint-damaged", [rules.place_of(problem, path)], values)
+
+
+def _lacks(problem: Problem) -> bool:
+    """Whether a problem is among those that `_missing` combines into one."""
+    return problem.code in (NO_CONFIG, NO_TOKENIZER)
+
+
+class MissingPart(NamedTuple):
+    """A file that should be next to the weights, and the flags that replace it."""
+
+    name: Text
+    is_missing: bool
+    flags: str
+
+    @property
+    def shows(self) -> Text:
+        return words("part-missing" if self.is_missing else "part-there", name=self.name, flags=self.flags)
+
+
+def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
+    """Which of weights, config, tokenizer and tracker are there, and how to supply the others."""
+    checkpoint = inspection.checkpoint
+    parts = list(_parts(inspection))
+    lost = [part.name for part in parts if part.is_missing]
+    if lost:
+        what = ", ".join(filter(None, (checkpoint.format, str(checkpoint.layout))))
+        weights = words("part-weights", count=len(checkpoint.tensors), what=what)
+        values = {
+            "missing": Text(", ".join(part.en for part in lost), "、".join(part.zh for part in lost)),
+            "command": inspection.next or f"reshard inspect {path}",
+            "shows": Text.lines([weights, *(part.shows for part in parts)]),
+        }
+        yield rules.finding("checkpoint-lacks", [Location(str(path))], values)
+
+
+def _parts(inspection: Inspection) -> Iterator[MissingPart]:
+    lacking = {problem.code for problem in inspection.problems}
+    checkpoint = inspection.checkpoint
+    is_there = (checkpoint.root / "config.json").is_file()
+    if is_there or NO_CONFIG in lacking:  # otherwise the checkpoint itself tells what it would contain
+        yield MissingPart(Text.same("config.json"), not is_there, "--base DIR")
+    yield MissingPart(words("part-tokenizer"), NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
+    if checkpoint.format in (torch_dist.NAME, zarr.NAME, legacy.NAME, fsdp_dtensor.NAME):
+        tracker = iterations.root_of(checkpoint.path) / iterations.TRACKER
+        flags = f"--iteration {checkpoint.iteration}"
+        yield MissingPart(Text.same(iterations.TRACKER), not tracker.is_file(), flags)
+
+
+def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
+    """A problem that `inspect` found, with the command to run next."""
+    cure = [translated(problem, "remedy") if problem.remedy else words("problem-copy-again")]
+    if inspection.next:
+        cure.append(Text.same(f"```\n{shown(inspection.next)}\n```"))
+    return replace(rules.of_problem(problem, inspection.checkpoint.path), remedy=Text.lines(cure))
+
+
+# ------------------------------------------------------------------------------------------ loading and training
+
+ModelConfig = Mapping[str, Any]
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def _trainability(checkpoint: Checkpoint, installed: Mapping[str, str] | None) -> Iterator[Finding]:
+    """What fails to load, to train or to be saved again. Raises ReshardError if a config is not JSON."""
+    companions = find_companions(checkpoint.sources, *checkpoint.folders)
+    files = dict(companions.files)
+    if checkpoint.format == "peft" and (checkpoint.path / ADAPTER_CONFIG).is_file():
+        files[ADAPTER_CONFIG] = checkpoint.path / ADAPTER_CONFIG
+    yield from _vocabulary(checkpoint, companions)
+    yield from _remote_code(checkpoint.root)
+    for name, check in FILE_CHECKS.items():
+        if name in files:
+            yield from check(files[name], read_object(files[name], checkpoint.sources), installed)
+
+
+def _vocabulary(checkpoint: Checkpoint, companions: Companions) -> Iterator[Finding]:
+    """A tokenizer with more tokens than the embedding has rows."""
+    tables = (checkpoint.tensors.get(name) for name in checkpoint.dialect.embeddings)
+    rows = next((table.shape[0] for table in tables if table is not None), 0)
+    tokens = companions.vocab_size
+    if tokens is not None and 0 < rows < tokens:
+        place = Location(str(checkpoint.root), None, f"tokens: {tokens}, embedding: {rows}")
+        yield rules.finding("checkpoint-vocabulary", [place], {"tokens": tokens, "rows": rows})
+
+
+def _remote_code(folder: Path) -> Iterator[Finding]:
+    """The old checkpointing method in modeling files."""
+    for path in sorted(folder.glob("modeling*.py")):
+        for method in _methods(path):
+            is_old = "enable" not in {argument.arg for argument in method.args.args}
+            if method.name == "_set_gradient_checkpointing" and is_old:
+                yield rules.finding(
+                    "checkpoint-old-gradient-checkpointing", [_line_of(path, f"def {method.name}")]
+                )
+
+
+def _methods(path: Path) -> list[ast.FunctionDef]:
+    """The functions of a Python file; none if it cannot be parsed."""
+    with suppress(SyntaxError, ValueError, OSError, RecursionError, MemoryError, ReshardError):
+        tree = ast.parse(Sources().read(path, MAX_CODE_BYTES).decode("utf-8"))
+        return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return []
+
+
+def _tokenizer(path: Path, config: ModelConfig, installed: Mapping[str, str] | None) -> Iterator[Finding]:
+    """A tokenizer that only transformers 5 can open."""
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        place = _line_of(path, "TokenizersBackend", '"tokenizer_class": "PreTrainedTokenizerFast"')
+        here = installed_version("transformers") if installed is None else installed.get("transformers")
+        is_older = (here or "").startswith("4.")
+        yield rules.finding(
+            "checkpoint-tokenizer-of-5",
+            [place],
+            severity="error" if is_older else None,
+            evidence=[words("installed-here", name="transformers", version=here)] if is_older else [],
+        )
+
+
+def _base_of_adapter(path: Path, config: ModelConfig, _: Mapping[str, str] | None) -> Iterator[Finding]:
+    """A missing folder of an adapter's base, unless its name may be a Hub model: `owner/name`."""
+    base = str(config.get("base_model_name_or_path") or "")
+    is_hub = base.count("/") == 1 and not base.startswith((".", "/", "~"))
+    if (not is_hub and not (path.parent / base / "config.json").is_file()) or not base:
+        shows = _line_of(path, '"base_model_name_or_path"')
+        yield rules.finding("checkpoint-adapter-base", [shows], {"base": base or "–", "adapter": path.parent})
+
+
+SAMPLING_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": None, "typical_p": 1.0}
+"""Options that only sampling uses, with the defaults of transformers."""
+
+
+def _generation(path: Path, config: ModelConfig, _: Mapping[str, str] | None) -> Iterator[Finding]:
+    """Sampling options without sampling: GenerationConfig.save_pretrained refuses them."""
+    unused = [key for key, default in SAMPLING_DEFAULTS.items() if config.get(key) not in (None, default)]
+    if config.get("do_sample") is True or not unused:
+        return
+    key = "do_sample" if "do_sample" in config else unused[0]
+    kept = "" if key == "do_sample" else f', "{key}": {json.dumps(config[key])}'
+    place = _line_of(path, f'"{key}"', f'"do_sample": true{kept}')
+    values = {"keys": ", ".join(f"{key}={config[key]}" for key in unused)}
+    yield rules.finding("checkpoint-generation-config", [place], values)
+
+
+FILE_CHECKS: dict[str, Callable[[Path, ModelConfig, Mapping[str, str] | None], Iterator[Finding]]] = {
+    TOKENIZER_CONFIG: _tokenizer,
+    ADAPTER_CONFIG: _base_of_adapter,
+    "generation_config.json": _generation,
+}
+"""By the file that they read."""
+MAX_CHARACTERS = 200
+"""Characters of a line that is shown with its fixed version: JSON without line breaks is longer."""
+
+
+def _line_of(path: Path, word: str, fixed: str = "") -> Location:
+    """The first line of a file with a word, and its fixed version."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    number = next((i for i, line in enumerate(lines, 1) if word in line), None)
+    text = lines[number - 1].strip() if number else word
+    if len(text) > MAX_CHARACTERS:
+        return Location(str(path), number, clipped(text, MAX_CHARACTERS))
+    return Location(str(path), number, text, fixed + ("," if fixed and text.endswith(",") else ""))

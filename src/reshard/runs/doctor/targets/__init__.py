@@ -1,1 +1,0 @@
-"""What is given beside a log: scripts, configs, checkpoints, folders of runs, environments."""
