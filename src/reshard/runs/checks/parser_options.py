@@ -41,7 +41,7 @@ def check_options(
         is_abbreviated = any(each.startswith(name.removeprefix("no_")) for each in keys.known)
         if not is_abbreviated and (why := keys.gone(name)):
             style = "--{}" if place.text.startswith("--") else "{}"
-            yield of_other_release(keys.program, name, why, place, versions, style=style)
+            yield of_other_release(keys.program or why.owner, name, why, place, versions, style=style)
 
 
 def _of_script(source: Script | None, versions: Versions) -> KnownKeys | None:
@@ -61,7 +61,7 @@ def _of_script(source: Script | None, versions: Versions) -> KnownKeys | None:
     flags = {
         str(each.value).lstrip("-").replace("-", "_") for each in added if isinstance(each, ast.Constant)
     }
-    return KnownKeys("the script", versions, classes.functions, flags.union(*filter(None, fields)))
+    return KnownKeys("", versions, classes.functions, flags.union(*filter(None, fields)))
 
 
 class _Classes:

@@ -16,11 +16,15 @@ from reshard.runs.checks.history.versions_in_use import Versions
 
 @dataclass(frozen=True)
 class RefusedParameter:
-    """A parameter that is not accepted. `bounds` are the releases that accept it, None if none ever did."""
+    """A parameter that is not accepted. `bounds` are the releases that accept it, None if none ever did.
+
+    `owner` is the class or function that accepted it: maybe a base of the one that is called.
+    """
 
     table: ApiTable
     bounds: Bounds | None
     renamed: str | None = None
+    owner: str = ""
 
 
 def refused(found: ApiTable, function: str, name: str, versions: Versions) -> RefusedParameter | None:
@@ -39,7 +43,8 @@ def of_other_release(
         bounds = each.parameter(target, name).bounds(versions.assumed(each))
         if bounds:
             new = each.renames.get(name) or found.renames.get(name)
-            return RefusedParameter(each, bounds, new if new in known else None)
+            owner = target.removesuffix(".__init__")
+            return RefusedParameter(each, bounds, new if new in known else None, owner)
     return None
 
 

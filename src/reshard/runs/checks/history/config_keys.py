@@ -45,7 +45,7 @@ _TRAINS = "@transformers:Seq2SeqTrainingArguments"
 
 @dataclass
 class KnownKeys:
-    """What a program accepts in the versions in use, and the constructors of the classes that read it."""
+    """What a program ("" for a script) accepts in the versions in use, and the constructors that read it."""
 
     program: str
     versions: Versions

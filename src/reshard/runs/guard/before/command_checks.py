@@ -22,6 +22,7 @@ from reshard.runs.guard.before.command_python import PythonQuestion
 from reshard.runs.guard.before.data_records import data_problems
 from reshard.runs.guard.before.model_folders import check_models
 from reshard.runs.guard.command.command_settings import (
+    CONFIG_OPTIONS,
     FOREIGN_CONFIG_OPTIONS,
     plain_source,
     source_of,
@@ -188,11 +189,14 @@ def _of_settings(command: TrainingCommand, installed: Mapping[str, str]) -> Iter
     """What is wrong with the options of a command, and with what they and its configs say together."""
     from reshard.runs.checks.parser_options import check_options
 
-    own = {
-        name: command.settings[name][1] for name in typed(command.arguments, "") if name in command.settings
-    }
     tool = "trl" if command.module.startswith("trl.scripts.") else TOOL_PACKAGES.get(command.launcher, "")
-    options = {name: place for name, place in own.items() if tool or place.text.startswith("--")}
+    options = {
+        name: command.settings[name][1]
+        for name in typed(command.arguments, "")
+        if name in command.settings and name not in CONFIG_OPTIONS
+    }
+    if not tool:
+        options = {name: place for name, place in options.items() if place.text.startswith("--")}
     yield from check_options(options, plain_source(command.script), tool, installed)
     world = command.processes * command.nodes
     if not _shell_scripts(command):
