@@ -30,6 +30,7 @@ ORDER = (
     ("commands",),
     ("pages",),
     ("oracle",),
+    ("final",),
     ("api",),
     ("live", "runs"),
     ("guard",),
@@ -163,13 +164,9 @@ def test_the_packages_of_the_doctor_run_downwards() -> None:
 
 
 OF_THE_CORE = """
-    adapters adapters.adapter algebra.tensors api commands.conversion commands.inspection commands.options
-    containers.torchfiles.pickles families families.config_map families.outer_model families.rules folders
-    folders.base_hints folders.companions folders.find_weights formats formats.checkpoint formats.contract
-    formats.megatron formats.not_found formats.options formats.peft model.described_checkpoint model.model_heads
-    oracle.transformers records.checkpoint_files records.reshard_json reshard stores
-    stores.checkpoint_names stores.hub transfer.elements transfer.gather transfer.source_files
-    transfer.thread_files
+    api commands.inspection containers.torchfiles.pickles families families.outer_model families.rules
+    final.final_folder final.saved_checkpoints folders folders.companions folders.find_weights formats
+    formats.checkpoint formats.not_found oracle.transformers reshard stores transfer.source_files
 """
 """The modules of the core that `runs` may import, besides those of `base`."""
 

@@ -15,7 +15,8 @@ import pytest
 
 import reshard as api
 from reshard.transfer import batch, digests, execute, journal, ledger, resumed_output, run_state
-from reshard.transfer.leftovers import unfinished
+from reshard.transfer.leftovers import recover, unfinished
+from reshard.transfer.staging import publish
 from tests.bad_input.conftest import originals as originals
 from tests.bad_input.damage import edit_tensors, find, flip
 
@@ -45,7 +46,18 @@ class Death:
     def before(self, patch: pytest.MonkeyPatch) -> None:
         """Count all calls that change something on the disk."""
         calls = {
-            os: ("pwrite", "write", "fsync", "fdatasync", "ftruncate", "mkdir", "rename", "unlink", "rmdir")
+            os: (
+                "pwrite",
+                "write",
+                "fsync",
+                "fdatasync",
+                "ftruncate",
+                "mkdir",
+                "rename",
+                "link",
+                "unlink",
+                "rmdir",
+            )
         }
         for module, names in calls.items():
             for name in names:
@@ -407,3 +419,28 @@ def test_values_that_are_not_finite_are_told_of_both_runs(
         report = api.convert(src, dst, to="megatron").report
         assert expected and report and report.nonfinite == expected.nonfinite and report.resumed
         shutil.rmtree(dst)
+
+
+def test_a_folder_that_is_published_keeps_what_is_there_wherever_it_is_killed(tmp_path: Path) -> None:
+    """The next run finds the old folder or the new one, with all that is the user's."""
+    draft, place = tmp_path / "draft", tmp_path / "dst"
+    old, new = {"weights": b"old", "notes/mine": b"mine"}, {"weights": b"new"}
+
+    def write(folder: Path, files: dict[str, bytes]) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        for name, data in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
+
+    reached = set()
+    for at in range(40):
+        write(place, old)
+        write(draft, new)
+        reached.add(dying(lambda: publish(draft, place, ["notes"]) and None, Death(at, forgets=False)))
+        recover(place)
+        assert content(place) in (old, old | new), at
+        write(draft, new)
+        assert publish(draft, place, ["notes"]) == ["notes"]
+        assert content(place) == old | new
+        assert [path.name for path in tmp_path.iterdir()] == ["dst"], at
+    assert reached == {0, 9}

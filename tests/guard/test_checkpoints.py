@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reshard.runs.guard.end.saved_checkpoints import saved_in
+from reshard.final.saved_checkpoints import saved_in
 from tests.work import calls, reading_at_most
 
 DATA = Path(__file__).parents[1] / "data"

@@ -19,5 +19,5 @@ def test_a_good_run_imports_neither_formats_nor_the_report_of_failures(tmp_path:
         "numpy",
         "reshard.formats",
         "reshard.runs.guard.end.failure",
-        "reshard.runs.guard.end.saved_checkpoints",
+        "reshard.final.saved_checkpoints",
     }

@@ -20,10 +20,10 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from reshard.base.errors import Problem
+from reshard.final.acceptance import CheckResult
+from reshard.final.final_folder import FinalFolder
 from reshard.runs.guard.command.read_command import StartedProgram
-from reshard.runs.guard.end.acceptance import CheckResult
 from reshard.runs.guard.end.end_report import EndedCommand, EndReport, ended
-from reshard.runs.guard.end.final_folder import FinishedRun
 from reshard.runs.guard.options import GuardOptions
 from reshard.runs.guard.supervise.supervision import CommandOutcome
 from reshard.runs.guard.watch.watcher import Notice
@@ -196,7 +196,7 @@ def test_many_tensors_of_a_failed_check_are_listed_together(tmp_path: Path) -> N
     wrong = [
         Problem("nan", "a weight is NaN", tensor=f"layer.{number}", remedy="retrain") for number in range(9)
     ]
-    final = FinishedRun(tmp_path, None, (CheckResult("converted", "a weight is NaN", tuple(wrong)),))
+    final = FinalFolder(tmp_path, (CheckResult("converted", "a weight is NaN", tuple(wrong)),))
     text = printed(EndReport(CommandOutcome(), tmp_path, tmp_path, final=final))
     assert text.count("retrain") == 1 and "layer.0, layer.1, layer.2" in text and "layer.8" not in text
 

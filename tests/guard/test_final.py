@@ -14,17 +14,18 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from reshard.final import acceptance, finite_weights
+from reshard.final.final_folder import FinalFolder, FinalRequest, final_of
+from reshard.final.saved_checkpoints import FoundCheckpoint, saved_in
+from reshard.formats import open_checkpoint
 from reshard.oracle.transformers import transformers_logits
-from reshard.runs.guard.end import acceptance, finite_weights
-from reshard.runs.guard.end.final_folder import FinalRequest, FinishedRun, final_of
-from reshard.runs.guard.end.publish import publish
-from reshard.runs.guard.end.saved_checkpoints import FoundCheckpoint, saved_in
+from reshard.transfer.run_files import locked
 
 Models = Callable[..., Path]
 DATA = Path(__file__).parents[1] / "data"
 
 
-def wrong(finished: FinishedRun) -> dict[str, str]:
+def wrong(finished: FinalFolder) -> dict[str, str]:
     return {check.name: check.problems[0].message for check in finished.checks if not check.right}
 
 
@@ -53,7 +54,7 @@ def test_the_tokenizer_is_that_of_the_base_if_the_step_has_none(hf_model: Models
     model = hf_model("qwen3")
     finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", FinalRequest(model=str(model)))
     assert finished.whole, finished.problems
-    assert len(AutoTokenizer.from_pretrained(finished.final)) == 283
+    assert len(AutoTokenizer.from_pretrained(finished.path)) == 283
     assert not (tmp_path / "final.unchecked").exists()
 
 
@@ -61,7 +62,7 @@ def test_the_steps_of_deepspeed_become_a_folder_that_loads(tmp_path: Path) -> No
     """The test data has no tokenizer, and neither has what it was trained on."""
     finished = final_of(found_in(DATA / "deepspeed/z3"), tmp_path / "final")
     assert set(wrong(finished)) <= {"tokenizer", "chat template"}
-    assert np.isfinite(transformers_logits(finished.final, np.arange(8)[None])).all()
+    assert np.isfinite(transformers_logits(finished.path, np.arange(8)[None])).all()
 
 
 def test_an_adapter_stays_one_or_is_merged(hf_model: Models, tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_an_adapter_stays_one_or_is_merged(hf_model: Models, tmp_path: Path) -> 
     assert adapter.whole, adapter.problems
     merged = final_of(found, tmp_path / "merged", FinalRequest(merge=True))
     assert merged.whole, merged.problems
-    assert (adapter.final / "adapter_config.json").is_file() and (merged.final / "config.json").is_file()
+    assert (adapter.path / "adapter_config.json").is_file() and (merged.path / "config.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["swift-tp2", "bridge-tp2"])
@@ -81,7 +82,7 @@ def test_so_does_an_adapter_of_megatron_core(name: str, tmp_path: Path) -> None:
     for merge, file in ((False, "adapter_config.json"), (True, "config.json")):
         finished = final_of(found, tmp_path / str(merge), FinalRequest(merge=merge, **origin))
         assert set(wrong(finished)) <= {"tokenizer", "chat template"}
-        assert (finished.final / file).is_file()
+        assert (finished.path / file).is_file()
 
 
 def test_what_has_no_adapter_is_not_merged(hf_model: Models, tmp_path: Path) -> None:
@@ -114,11 +115,9 @@ def test_without_transformers_the_checks_say_what_they_left_out(
     assert finished.whole
     assert told["loads strictly"].startswith("not checked: transformers is not installed beside reshard")
     assert told["tokenizer"] == "not checked: transformers is not installed beside reshard"
-    marks = {check.name: check.mark for check in finished.checks}
-    assert [name for name, mark in marks.items() if mark == "○"] == [
+    assert [check.name for check in finished.checks if not check.checked] == [
         *("loads strictly", "tokenizer", "chat template", "generation config")
     ]
-    assert {check.as_dict()["checked"] for check in finished.checks if check.mark == "✓"} == {True}
 
 
 def test_what_is_compared_with_the_base_is_not_ticked_without_it(hf_model: Models, tmp_path: Path) -> None:
@@ -126,21 +125,38 @@ def test_what_is_compared_with_the_base_is_not_ticked_without_it(hf_model: Model
     model = Path(shutil.copytree(hf_model("qwen3"), tmp_path / "model"))
     found = found_in(adapted(model, tmp_path / "out"))
     shutil.rmtree(model)
-    marks = {each.name: (each.mark, each.found) for each in final_of(found, tmp_path / "final").checks}
+    checks = {each.name: each for each in final_of(found, tmp_path / "final").checks}
     for name in ("adapter fits its base", "adapter config"):
-        assert marks[name][0] == "○" and "the base model is not known" in marks[name][1]
+        assert not checks[name].checked and "the base model is not known" in checks[name].found
 
 
 def test_what_users_added_stays(hf_model: Models, tmp_path: Path) -> None:
+    """Also if the name is that of a link to the folder, and if the new folder has a file of the same name."""
     model = hf_model("qwen3")
-    found = found_in(saved(model, tmp_path))
-    final = final_of(found, tmp_path / "final", FinalRequest(base=model)).final
-    (final / "README.md").write_text("mine")
-    config = json.loads((found.path / "config.json").read_text())
-    (found.path / "config.json").write_text(json.dumps({**config, "use_cache": False}))
-    shutil.rmtree(tmp_path / "final.unchecked", ignore_errors=True)
-    assert final_of(found, tmp_path / "final", FinalRequest(base=model)).whole
-    assert (final / "README.md").read_text() == "mine"
+    found, place = found_in(saved(model, tmp_path)), tmp_path / "final"
+    (tmp_path / "disk/final").mkdir(parents=True)
+    place.symlink_to("disk/final")
+    assert final_of(found, place, FinalRequest(base=model)).path == place
+    (place / "README.md").write_text("mine")
+    (place / "notes/empty").mkdir(parents=True)
+    (place / "notes/today").write_text("mine, too")
+    (place / "latest").symlink_to("notes")
+    record = json.loads((place / "reshard.json").read_text())
+    del record["files"]["generation_config.json"]
+    (place / "reshard.json").write_text(json.dumps(record))
+    again = final_of(found, place, FinalRequest(base=model))
+    assert again.whole and place.is_symlink()
+    assert (place / "README.md").read_text() == "mine"
+    assert (place / "latest/today").read_text() == "mine, too" and (place / "notes/empty").is_dir()
+    assert again.checks[-1].found == "kept in final: README.md, generation_config.json.kept, latest, notes"
+    assert [each.name for each in (tmp_path / "disk").iterdir()] == ["final"]
+
+
+def test_a_file_with_the_name_of_the_folder_stays(hf_model: Models, tmp_path: Path) -> None:
+    model = hf_model("qwen3")
+    (tmp_path / "final").write_text("mine")
+    assert final_of(found_in(saved(model, tmp_path)), tmp_path / "final", FinalRequest(base=model)).whole
+    assert (tmp_path / "final.kept").read_text() == "mine"
 
 
 @pytest.mark.parametrize("at", [0, 3, 4, 9, 10])
@@ -150,16 +166,25 @@ def test_weights_are_looked_through_to_their_end(
     monkeypatch.setattr(finite_weights, "WINDOW_ELEMENTS", 4)
     weight = torch.zeros(11)
     save_file({"model.norm.weight": weight}, tmp_path / "model.safetensors")
-    assert finite_weights.nonfinite(tmp_path) == []
+    assert list(finite_weights.nonfinite(open_checkpoint(tmp_path))) == []
     weight[at] = torch.inf
     save_file({"model.norm.weight": weight}, tmp_path / "model.safetensors")
-    assert finite_weights.nonfinite(tmp_path) == ["model.norm.weight"]
+    assert list(finite_weights.nonfinite(open_checkpoint(tmp_path))) == ["model.norm.weight"]
 
 
-def test_a_model_that_reshard_did_not_write_is_kept(tmp_path: Path) -> None:
-    for name in ("draft", "final"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_text(name)
-    assert publish(tmp_path / "draft", tmp_path / "final") == ["model.safetensors.kept"]
-    assert (tmp_path / "final/model.safetensors").read_text() == "draft"
-    assert (tmp_path / "final/model.safetensors.kept").read_text() == "final"
+def test_a_model_that_reshard_did_not_write_is_kept(hf_model: Models, tmp_path: Path) -> None:
+    model = hf_model("qwen3")
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final/model.safetensors").write_text("mine")
+    assert final_of(found_in(saved(model, tmp_path)), tmp_path / "final", FinalRequest(base=model)).whole
+    assert (tmp_path / "final/model.safetensors.kept").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_replaced_stays(hf_model: Models, tmp_path: Path) -> None:
+    model = hf_model("qwen3")
+    found, place = found_in(saved(model, tmp_path)), tmp_path / "final"
+    assert final_of(found, place, FinalRequest(base=model)).whole
+    with locked(place):
+        finished = final_of(found, place, FinalRequest(base=model))
+    assert wrong(finished) == {"your files": "another run is writing to the destination"}
+    assert (place / "config.json").is_file() and (finished.path / "config.json").is_file()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from reshard.final.saved_checkpoints import FoundCheckpoint
 from reshard.runs.guard.command.read_command import StartedProgram
 from reshard.runs.guard.end.resume import Resume, resume_of
-from reshard.runs.guard.end.saved_checkpoints import FoundCheckpoint
 
 OUT = Path("/out")
 TOOLS = {

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import reshard
-from reshard.runs.guard.end.saved_checkpoints import FoundCheckpoint, SavedCheckpoints, saved_in
+from reshard.final.saved_checkpoints import FoundCheckpoint, SavedCheckpoints, saved_in
 from reshard.runs.train import options, start
 from tests.environments import python
 from tests.train.conftest import write_lines

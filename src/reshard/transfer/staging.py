@@ -12,6 +12,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain, count
 from pathlib import Path
 
 from reshard.base.errors import ReshardError, cause_of, listed, size
@@ -24,6 +25,8 @@ from reshard.transfer.run_files import ASIDE, JOURNAL, OUTPUT, REPLACED, locked,
 
 SINGLE_FILE = "single"
 """The name of a single file, in the folder of its run, just before it is published."""
+KEPT_SUFFIX = ".kept"
+"""Suffix of the name of a user's file if the new folder has one of the same name."""
 OCCUPIED_ERRORS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 """Errors of a rename to a destination where something exists that it does not replace."""
 
@@ -64,6 +67,34 @@ def staged(
         for name in set(keeps()) - sizes.keys() if overwrite else ():
             _link(target / name, staging / OUTPUT / name, journal)
         _publish(staging, target, overwrite, journal, single)
+
+
+def publish(folder: Path, target: Path, keeps: Sequence[str]) -> list[str]:
+    """Rename a finished folder to `target`, and return the names of what is kept of what was there.
+
+    Of an old folder, the files and folders that `keeps` names are also in the new one; a file is kept itself. Where
+    the name is taken, another one is chosen. A kill leaves the old folder or the new one, complete. Raises ReshardError
+    if another run is writing to `target`, or if the system refuses.
+    """
+    target = Path(os.path.realpath(target))
+    journal, kept = Journal(), []
+    with worked(target, {}, journal=journal, on_resume=lambda note, nbytes: None) as staging:
+        if target.is_file():
+            kept.append(target.rename(_free(target)).name)
+        for name in keeps:
+            link = _free(folder / name)
+            _link(target / name, link, journal)
+            kept.append(link.relative_to(folder).as_posix())
+        (staging / OUTPUT).rmdir()
+        folder.rename(staging / OUTPUT)
+        _publish(staging, target, True, journal, None)
+    return sorted(kept)
+
+
+def _free(path: Path) -> Path:
+    """A path, or if it exists, a name next to it at which nothing is."""
+    names = (path.with_name(f"{path.name}{KEPT_SUFFIX}{number or ''}") for number in count())
+    return next(each for each in chain([path], names) if not each.exists() and not each.is_symlink())
 
 
 @contextmanager
@@ -219,7 +250,12 @@ def _despite_ctrl_c(action: Callable[[], object]) -> None:
 
 
 def _link(file: Path, link: Path, journal: Journal) -> None:
-    """A second name for a file, or a copy if the system makes none: the first one will be removed."""
+    """A second name for a file, or a copy if the system makes none: the first one will be removed. So for a folder."""
+    if file.is_dir() and not file.is_symlink():
+        shutil.copytree(
+            file, link, symlinks=True, copy_function=lambda a, b: _link(Path(a), Path(b), journal)
+        )
+        return
     link.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(file, link, follow_symlinks=False)

@@ -21,7 +21,6 @@ from reshard.folders import iterations
 from reshard.folders.companions import TOKENIZER_CONFIG, Companions, find_companions, read_object
 from reshard.formats import foreign
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.megatron import fsdp_dtensor, legacy, torch_dist, zarr
 from reshard.formats.not_found import NOTHING_FOUND
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
@@ -151,7 +150,7 @@ def _parts(inspection: Inspection) -> Iterator[MissingPart]:
     if is_there or NO_CONFIG in lacking:  # otherwise the checkpoint itself tells what it would contain
         yield MissingPart(Text.same("config.json"), not is_there, "--base DIR")
     yield MissingPart(words("part-tokenizer"), NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
-    if checkpoint.format in (torch_dist.NAME, zarr.NAME, legacy.NAME, fsdp_dtensor.NAME):
+    if iterations.is_iteration(checkpoint.path):
         tracker = iterations.root_of(checkpoint.path) / iterations.TRACKER
         flags = f"--iteration {checkpoint.iteration}"
         yield MissingPart(Text.same(iterations.TRACKER), not tracker.is_file(), flags)

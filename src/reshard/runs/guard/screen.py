@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LINE_PREFIX = "reshard guard: "
-RIGHT_MARK, WRONG_MARK, NOT_CHECKED_MARK = "✓", "✗", "○"
-"""How results of checks are shown: a tick is only before what was checked."""
+NOT_CHECKED_MARK = "○"
 
 
 class GuardScreen:

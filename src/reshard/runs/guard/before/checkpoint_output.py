@@ -42,11 +42,9 @@ def _needs_final(options: GuardOptions) -> Iterator[Problem]:
 
 def _taken(final: Path, command: TrainingCommand, *, overwrite: bool) -> Iterator[Problem]:
     """A problem if the folder of `--final` is used by the command, or is not empty, as `convert` sees it."""
-    from reshard.runs.guard.end.publish import (
-        UNCHECKED_SUFFIX,  # imports numpy, which a good run does not need
-    )
+    from reshard.final.final_folder import draft_of  # imports numpy, which a good run does not need
 
-    draft = final.with_name(final.name + UNCHECKED_SUFFIX)
+    draft = draft_of(final)
     used = [command.folder / name for name in (".", command.output or ".", *models_of(command))]
     if any(each.resolve().is_relative_to(final.resolve()) for each in used):
         yield Problem(

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from reshard.base.errors import Problem
+    from reshard.final.final_folder import FinalFolder
+    from reshard.final.saved_checkpoints import SavedCheckpoints
     from reshard.runs.guard.command.read_command import StartedProgram
     from reshard.runs.guard.end.failure import Failure
-    from reshard.runs.guard.end.final_folder import FinishedRun
     from reshard.runs.guard.end.resume import Resume
-    from reshard.runs.guard.end.saved_checkpoints import SavedCheckpoints
     from reshard.runs.guard.watch.watcher import Notice
 
 PHRASES = {
@@ -108,7 +108,7 @@ class EndReport:
     failure: Failure | None = None
     saved: SavedCheckpoints | None = None
     resume: Resume | None = None
-    final: FinishedRun | None = None
+    final: FinalFolder | None = None
     place: Path | None = None
     """The folder of `--final`."""
     requeued: str | Problem = ""
@@ -218,8 +218,8 @@ class EndReport:
             yield f"{check.mark} {check.name}: {check.found}"
             for _, alike in groupby(check.problems, lambda problem: problem.code):
                 yield from _together(list(alike))
-        if self.final.final.is_dir():
-            yield words["final" if self.final.whole else "unchecked"].format(self.final.final)
+        if self.final.path.is_dir():
+            yield words["final" if self.final.whole else "unchecked"].format(self.final.path)
 
 
 def _print(lines: Iterable[str], console: Console) -> None:
@@ -269,7 +269,7 @@ class _End:
 
     def _saved(self) -> SavedCheckpoints:
         """What the run has saved: below the working folder only what has changed since the start."""
-        from reshard.runs.guard.end.saved_checkpoints import saved_in
+        from reshard.final.saved_checkpoints import saved_in
 
         return saved_in(self.where, 0.0 if self.ran.output else self.outcome.began)
 
@@ -290,12 +290,10 @@ class _End:
         """Why the guard ended the run. A NaN loss can come from the weights that the run started with."""
         if stopped.problem.code != "loss-not-finite":
             return stopped
-        from reshard.runs.guard.end.final_folder import local_model
-        from reshard.runs.guard.end.finite_weights import damaged_base
+        from reshard.final.final_folder import damaged_base
 
         named = str(self.options.base or self.ran.model)
-        base = local_model(self.ran.folder, named) if named else None
-        damaged = damaged_base(base) if base else None
+        damaged = damaged_base(self.ran.folder, named) if named else None
         if damaged is None:
             return stopped
         return replace(stopped, problem=damaged, lines=(str(stopped.problem.found), *stopped.lines))
@@ -305,11 +303,11 @@ class _End:
 
         return resume_of(self.ran.started, saved.resumable) if saved.resumable else None
 
-    def _final(self, saved: SavedCheckpoints) -> FinishedRun | None:
+    def _final(self, saved: SavedCheckpoints) -> FinalFolder | None:
         """The folder of `--final`, of a run that was not broken off."""
         if not self.options.final or self.outcome.status or self.outcome.stopped:
             return None
-        from reshard.runs.guard.end.final_folder import FinalRequest, final_of, missing
+        from reshard.final.final_folder import FinalRequest, final_of, missing
 
         if saved.weights is None:
             return missing(self.options.final, self.where)
@@ -362,8 +360,8 @@ def continuing(ran: EndedCommand, options: GuardOptions) -> tuple[str, ...] | No
 
     if not (options.requeue and restarts() and ran.output):
         return None
+    from reshard.final.saved_checkpoints import saved_in
     from reshard.runs.guard.end.resume import resume_of
-    from reshard.runs.guard.end.saved_checkpoints import saved_in
 
     found = saved_in(ran.output).resumable
     return resume_of(ran.started, found).words if found else None

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from packaging.version import InvalidVersion, Version
 
 from reshard.base.errors import ReshardError
+from reshard.final.saved_checkpoints import FoundCheckpoint
 from reshard.folders.find_weights import RUN_FOLDER
 from reshard.runs.checks.script import Call, Script, read_source
 from reshard.runs.guard.command.read_command import StartedProgram
-from reshard.runs.guard.end.saved_checkpoints import FoundCheckpoint
 
 RESUME_OPTION = "resume_from_checkpoint"
 """The Trainer's, and what most scripts call theirs."""

@@ -1,4 +1,4 @@
-"""Checks that the final folder of a run has to pass, though reshard itself wrote it.
+"""Checks that a folder has to pass before it is used, though reshard itself wrote it.
 
 What cannot be checked, such as what only transformers can tell where it is not installed, is listed with the reason.
 """
@@ -19,10 +19,9 @@ from reshard.families.outer_model import language_config
 from reshard.folders.companions import CONFIG, find_companions, read_object
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.peft import ADAPTER_CONFIG as ADAPTER_CONFIG
+from reshard.formats.peft import ADAPTER_CONFIG
 from reshard.model.described_checkpoint import describe
 from reshard.model.model_heads import resolve_if_declared
-from reshard.runs.guard.screen import NOT_CHECKED_MARK, RIGHT_MARK, WRONG_MARK
 from reshard.stores.hub import name_of
 from reshard.transfer.source_files import Sources
 
@@ -57,10 +56,10 @@ class CheckResult:
 
     @property
     def mark(self) -> str:
-        """How a screen shows the result."""
+        """How a screen shows the result: a tick is only before what was checked."""
         if not self.checked:
-            return NOT_CHECKED_MARK
-        return RIGHT_MARK if self.right else WRONG_MARK
+            return "○"
+        return "✓" if self.right else "✗"
 
     @property
     def right(self) -> bool:
@@ -97,30 +96,28 @@ def checked(name: str, look: Callable[[], str]) -> CheckResult:
         return CheckResult(name, problem.message, (problem,))
 
 
-def of_model(folder: Path, origin: Origin, *, of: str = "") -> Iterator[CheckResult]:
-    """The checks of a folder with a model. `of` is a prefix of their names."""
-    yield checked(f"{of}loads strictly", lambda: _loads(folder, origin))
-    yield checked(f"{of}config", lambda: _config(folder))
-    yield checked(f"{of}tied head", lambda: _head(folder))
-    yield from _texts(folder, origin, of)
+def checks_of(folder: Path, origin: Origin) -> Iterator[CheckResult]:
+    """The checks of a folder with a model, or with an adapter."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        yield checked("adapter fits its base", lambda: _fits(folder, origin))
+        yield checked("adapter config", lambda: _adapter_config(folder, origin))
+        yield from _texts(folder, origin)
+        return
+    yield checked("loads strictly", lambda: _loads(folder, origin))
+    yield checked("config", lambda: _config(folder))
+    yield checked("tied head", lambda: _head(folder))
+    yield from _texts(folder, origin)
     if origin.base is None:
-        yield CheckResult(f"{of}compared with the base", f"not checked: {NO_BASE}", checked=False)
-    yield _asked(f"{of}generation config", lambda: _generation(folder))
+        yield CheckResult("compared with the base", f"not checked: {NO_BASE}", checked=False)
+    yield _by_transformers("generation config", lambda: _generation(folder))
 
 
-def of_adapter(folder: Path, origin: Origin) -> Iterator[CheckResult]:
-    """The checks of a folder with an adapter."""
-    yield checked("adapter fits its base", lambda: _fits(folder, origin))
-    yield checked("adapter config", lambda: _adapter_config(folder, origin))
-    yield from _texts(folder, origin, "")
+def _texts(folder: Path, origin: Origin) -> Iterator[CheckResult]:
+    yield _by_transformers("tokenizer", lambda: _tokenizer(folder, origin))
+    yield _by_transformers("chat template", lambda: _template(folder, origin))
 
 
-def _texts(folder: Path, origin: Origin, of: str) -> Iterator[CheckResult]:
-    yield _asked(f"{of}tokenizer", lambda: _tokenizer(folder, origin))
-    yield _asked(f"{of}chat template", lambda: _template(folder, origin))
-
-
-def _asked(name: str, look: Callable[[], str]) -> CheckResult:
+def _by_transformers(name: str, look: Callable[[], str]) -> CheckResult:
     """A check by transformers, if it is installed."""
     if find_spec("transformers") is None:
         return CheckResult(name, f"not checked: {NO_TRANSFORMERS}", checked=False)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from reshard.base.errors import ReshardError
 from reshard.base.plain_json import json_of
+from reshard.final.finite_weights import first_nonfinite
 from reshard.folders import iterations
 from reshard.folders.find_weights import STEPS
 from reshard.formats import detect, huggingface, open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
-from reshard.runs.guard.end.finite_weights import diverged
 from reshard.stores.checkpoint_names import declared
 
 MAX_DEPTH = 4
@@ -140,7 +140,7 @@ def _found(when: float, place: Path, top: Path) -> FoundCheckpoint | list[str]:
 
 def _nonfinite(checkpoint: Checkpoint) -> Iterator[str]:
     """Saved between the first NaN and the line of the log that shows it."""
-    if name := diverged(checkpoint):
+    if name := first_nonfinite(checkpoint):
         yield f"{FINITE_WEIGHTS}: {name} is NaN or infinite"
 
 
