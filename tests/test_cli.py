@@ -650,5 +650,5 @@ def test_support(model: Path) -> None:
         name: family.architecture for name, family in FAMILIES.items()
     }
     values = {each for row in found["quantizations"] for each in (row["written"] or "").split(", ") if each}
-    assert values == set(STORAGES) == set(FORMATS["huggingface"].target.quantizes)
+    assert values == set(STORAGES) == set(FORMATS["huggingface"].target.dtypes.quantizes)
     assert "not tested" in result.out

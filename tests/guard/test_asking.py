@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from reshard.runs.checks import installed_packages
+from reshard.runs.checks.command.read_command import read_command
 from reshard.runs.checks.environment import PACKAGE_NAMES, find_gpus, look_around
 from reshard.runs.guard.before import command_python
 from reshard.runs.guard.before.command_python import PythonQuestion
-from reshard.runs.guard.command.read_command import read_command
 from tests.environments import python
 
 PROBE = Path(installed_packages.__file__).read_text(encoding="utf-8")

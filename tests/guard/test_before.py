@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import Problem
+from reshard.runs.checks.command.read_command import read_command
 from reshard.runs.guard.before import resources
 from reshard.runs.guard.before.command_checks import Checked, check
-from reshard.runs.guard.command.read_command import read_command
 from tests.environments import python
 from tests.guard.commands import FILES
 
@@ -309,7 +309,7 @@ def test_the_checks_import_no_framework(folder: Path) -> None:
     code = (
         "import os, sys, pathlib\n"
         "from reshard.runs.guard.before.command_checks import check\n"
-        "from reshard.runs.guard.command.read_command import read_command\n"
+        "from reshard.runs.checks.command.read_command import read_command\n"
         "check(read_command(sys.argv[1:], dict(os.environ), pathlib.Path.cwd()))\n"
         "print([name for name in ('numpy', 'torch', 'transformers') if name in sys.modules])"
     )

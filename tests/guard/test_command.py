@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import config_from_args, parse_args
 
-from reshard.runs.guard.command.launchers import LAUNCHERS, options_of
-from reshard.runs.guard.command.read_command import TrainingCommand, read_command
-from reshard.runs.guard.command.wrapper_programs import WRAPPER_PROGRAMS
+from reshard.runs.checks.command.launchers import LAUNCHERS, options_of
+from reshard.runs.checks.command.read_command import TrainingCommand, read_command
+from reshard.runs.checks.command.wrapper_programs import WRAPPER_PROGRAMS
 from reshard.runs.guard.options import GuardOptions
 from tests.environments import python
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.runs.guard.command.read_command import read_command
+from reshard.runs.checks.command.read_command import read_command
 from tests.environments import python
 from tests.guard.test_command import HERE
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from reshard.runs.checks.command.read_command import read_command
 from reshard.runs.guard.before.data_records import data_problems
-from reshard.runs.guard.command.read_command import read_command
 
 SCRIPT = """\
 from datasets import load_dataset

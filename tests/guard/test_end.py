@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from reshard.base.errors import Problem
 from reshard.final.acceptance import CheckResult
 from reshard.final.final_folder import FinalFolder
-from reshard.runs.guard.command.read_command import StartedProgram
+from reshard.runs.checks.command.read_command import StartedProgram
 from reshard.runs.guard.end.end_report import EndedCommand, EndReport, ended
 from reshard.runs.guard.options import GuardOptions
 from reshard.runs.guard.supervise.supervision import CommandOutcome

@@ -12,8 +12,8 @@ import pytest
 
 from reshard.base.errors import Problem
 from reshard.base.languages import Text
+from reshard.runs.checks.command.read_command import StartedProgram
 from reshard.runs.checks.finding import Finding
-from reshard.runs.guard.command.read_command import StartedProgram
 from reshard.runs.guard.end.end_report import EndedCommand, continuing, ended
 from reshard.runs.guard.end.failure import Failure
 from reshard.runs.guard.end.requeue import is_cured, requeue, restarts

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reshard.final.saved_checkpoints import FoundCheckpoint
-from reshard.runs.guard.command.read_command import StartedProgram
+from reshard.runs.checks.command.read_command import StartedProgram
 from reshard.runs.guard.end.resume import Resume, resume_of
 
 OUT = Path("/out")

@@ -17,11 +17,11 @@ from reshard.base.exceptions_to_problems import for_users
 from reshard.base.interrupts import ignored
 from reshard.base.plain_json import put
 from reshard.base.start_environment import start_environment
+from reshard.runs.checks.command.read_command import StartedProgram, TrainingCommand, read_command
+from reshard.runs.checks.command.shell_start import as_started
 from reshard.runs.guard.before.checkpoint_output import of_options
 from reshard.runs.guard.before.command_checks import Checked, check
 from reshard.runs.guard.before.resources import models_of
-from reshard.runs.guard.command.read_command import StartedProgram, TrainingCommand, read_command
-from reshard.runs.guard.command.shell_start import as_started
 from reshard.runs.guard.end.end_report import EndedCommand, EndReport, continuing, ended
 from reshard.runs.guard.options import GuardOptions
 from reshard.runs.guard.screen import NOT_CHECKED_MARK, GuardScreen

@@ -13,7 +13,7 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.interrupts import ignored
 from reshard.final.saved_checkpoints import FoundCheckpoint, saved_in
-from reshard.runs.guard.command.read_command import StartedProgram, read_command
+from reshard.runs.checks.command.read_command import StartedProgram, read_command
 from reshard.runs.guard.end.resume import resume_of
 from reshard.runs.train.methods import TRAINING_METHODS
 from reshard.runs.train.options import TrainOptions

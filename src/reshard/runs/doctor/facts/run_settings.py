@@ -13,6 +13,7 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from reshard.base.errors import ReshardError
+from reshard.runs.checks.command.options import options_in
 from reshard.runs.checks.config_text import read_config
 from reshard.runs.checks.location import CONFIG_SUFFIXES, SHELL_SUFFIXES
 from reshard.runs.checks.script import NOT_PYTHON
@@ -90,8 +91,8 @@ def commands_in(logs: Sequence[Log], texts: Mapping[str, str]) -> Iterator[Fact]
             yield {"text": line.text.strip(), "flags": _flags(line.text), **at(file, line.number)}
 
 
-_NO_VALUE = re.compile(r"-(?!\d)|.*\.py$|\+{0,2}[A-Za-z][\w.]*=")
-"""A flag, the script, or an override: no value of the flag before it."""
+_NO_VALUE = re.compile(r".*\.py$|\+{0,2}[A-Za-z][\w.]*=")
+"""The script, or an override: no value of the flag before it."""
 _OPERATOR = re.compile(r"\d?[<>|&;]")
 """Where a shell's command ends."""
 
@@ -101,16 +102,8 @@ def _flags(command: str) -> list[Fact]:
     words: list[str] = []
     with suppress(ValueError):  # an open quote
         words = list(takewhile(lambda word: not _OPERATOR.match(word), shlex.split(command)))
-    found: list[Fact] = []
-    for at, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if re.fullmatch(r"--?[A-Za-z][\w.-]*", name):
-            follow = list(takewhile(lambda each: not _NO_VALUE.match(each), words[at + 1 :]))
-            several = follow if len(follow) > 1 else next(iter(follow), None)
-            found.append({"name": name.lstrip("-"), "value": value if equals else several})
-        elif equals and re.fullmatch(r"\+{0,2}[A-Za-z][\w.]*", name):
-            found.append({"name": name, "value": value})
-    return found
+    options = options_in(words, ends=_NO_VALUE.match)
+    return [{"name": option.name, "value": option.value(None)} for option in options]
 
 
 _ASSIGNED = re.compile(

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.base.errors import Problem, listed
+from reshard.runs.checks.command.read_command import TrainingCommand
 from reshard.runs.guard.before.resources import models_of
-from reshard.runs.guard.command.read_command import TrainingCommand
 from reshard.runs.guard.options import GuardOptions
 from reshard.runs.guard.supervise.node_meeting import place_named
 

@@ -10,6 +10,14 @@ from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.runs.checks import grpo
+from reshard.runs.checks.command.command_settings import (
+    CONFIG_OPTIONS,
+    FOREIGN_CONFIG_OPTIONS,
+    plain_source,
+    source_of,
+    typed,
+)
+from reshard.runs.checks.command.read_command import TrainingCommand
 from reshard.runs.checks.environment import Environment
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.launch_scripts import check_launches, uneven_layout
@@ -21,14 +29,6 @@ from reshard.runs.guard.before import checkpoint_output, resources
 from reshard.runs.guard.before.command_python import PythonQuestion
 from reshard.runs.guard.before.data_records import data_problems
 from reshard.runs.guard.before.model_folders import check_models
-from reshard.runs.guard.command.command_settings import (
-    CONFIG_OPTIONS,
-    FOREIGN_CONFIG_OPTIONS,
-    plain_source,
-    source_of,
-    typed,
-)
-from reshard.runs.guard.command.read_command import TrainingCommand
 
 TESTED_VERSIONS = {"transformers": ">=4.31", "torch": ">=2.0"}
 """The releases that the doctor's rules know."""

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard.runs.checks.command.read_command import TrainingCommand
+from reshard.runs.checks.command.wrapper_programs import sync_check
 from reshard.runs.checks.environment import (
     PACKAGE_NAMES,
     Environment,
@@ -16,8 +18,6 @@ from reshard.runs.checks.environment import (
     find_gpus,
     why_silent,
 )
-from reshard.runs.guard.command.read_command import TrainingCommand
-from reshard.runs.guard.command.wrapper_programs import sync_check
 
 ASKED_PACKAGES = (
     "bitsandbytes",

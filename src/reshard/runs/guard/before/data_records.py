@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.runs.guard.command.command_settings import plain_source
-from reshard.runs.guard.command.read_command import TrainingCommand
+from reshard.runs.checks.command.command_settings import plain_source
+from reshard.runs.checks.command.read_command import TrainingCommand
 from reshard.runs.guard.data.data_files import DATA_SUFFIXES, check_records
 from reshard.runs.guard.data.records import METHODS_OF_TRAINERS
 

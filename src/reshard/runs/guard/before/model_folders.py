@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.base.errors import ReshardError
+from reshard.runs.checks.command.command_settings import plain_source
+from reshard.runs.checks.command.read_command import TrainingCommand
 from reshard.runs.checks.finding import Finding
 from reshard.runs.guard.before.resources import models_of
-from reshard.runs.guard.command.command_settings import plain_source
-from reshard.runs.guard.command.read_command import TrainingCommand
 
 UNLOADABLE = ("safetensors-truncated", "safetensors-bad-header", "torch-load-truncated", "hf-missing-shard")
 """Problems with which no library loads the weights."""

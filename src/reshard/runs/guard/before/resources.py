@@ -10,9 +10,9 @@ import socket
 from collections.abc import Iterator
 
 from reshard.base.errors import Problem, memory_size
+from reshard.runs.checks.command.command_settings import plain_source
+from reshard.runs.checks.command.read_command import TrainingCommand
 from reshard.runs.checks.environment import Environment
-from reshard.runs.guard.command.command_settings import plain_source
-from reshard.runs.guard.command.read_command import TrainingCommand
 from reshard.runs.guard.watch.memory_watch import free_memory
 
 MODEL_OPTIONS = (

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reshard.base.errors import Problem
     from reshard.final.final_folder import FinalFolder
     from reshard.final.saved_checkpoints import SavedCheckpoints
-    from reshard.runs.guard.command.read_command import StartedProgram
+    from reshard.runs.checks.command.read_command import StartedProgram
     from reshard.runs.guard.end.failure import Failure
     from reshard.runs.guard.end.resume import Resume
     from reshard.runs.guard.watch.watcher import Notice

@@ -16,8 +16,9 @@ from packaging.version import InvalidVersion, Version
 from reshard.base.errors import ReshardError
 from reshard.final.saved_checkpoints import FoundCheckpoint
 from reshard.folders.find_weights import RUN_FOLDER
+from reshard.runs.checks.command.options import options_in
+from reshard.runs.checks.command.read_command import StartedProgram
 from reshard.runs.checks.script import Call, Script, read_source
-from reshard.runs.guard.command.read_command import StartedProgram
 
 RESUME_OPTION = "resume_from_checkpoint"
 """The Trainer's, and what most scripts call theirs."""
@@ -71,7 +72,10 @@ def _swift(started: StartedProgram, found: FoundCheckpoint) -> _Change:
 
 
 def _swift_megatron(started: StartedProgram, found: FoundCheckpoint) -> _Change:
-    lora = any(re.fullmatch(r"--(?:tuner_type|train_type)[= ]lora", each) for each in _pairs(started.words))
+    lora = any(
+        option.name in ("tuner_type", "train_type") and option.values[:1] == ("lora",)
+        for option in options_in(started.words)
+    )
     name = "mcore_adapter" if lora else "mcore_model"
     return _Change((f"--{name}={found.path}", "--finetune=false"), ("no_load_optim", "no_load_rng"))
 
@@ -203,12 +207,6 @@ def _as_typed(word: str) -> list[str]:
 
 def _name(word: str) -> str:
     return word.lstrip("-").partition("=")[0].replace("-", "_")
-
-
-def _pairs(words: Sequence[str]) -> Iterator[str]:
-    """Options with their values, as one text each."""
-    for word, following in zip(words, (*words[1:], ""), strict=True):
-        yield word if "=" in word or not word.startswith("--") else f"{word} {following}".rstrip()
 
 
 def _without(words: Sequence[str], valued: set[str], flags: set[str]) -> Iterator[str]:

@@ -11,9 +11,9 @@ from shutil import which
 from reshard.base.errors import ReshardError
 from reshard.base.foreign_text import shown
 from reshard.base.suggest import did_you_mean
-from reshard.runs.guard.command.interpreters import is_of_shell, program
-from reshard.runs.guard.command.read_command import LAUNCHER_PROGRAMS, SHELL_PROGRAMS
-from reshard.runs.guard.command.wrapper_programs import WRAPPER_PROGRAMS
+from reshard.runs.checks.command.interpreters import is_of_shell, program
+from reshard.runs.checks.command.read_command import LAUNCHER_PROGRAMS, SHELL_PROGRAMS
+from reshard.runs.checks.command.wrapper_programs import WRAPPER_PROGRAMS
 
 KNOWN_PROGRAMS = (
     *LAUNCHER_PROGRAMS,

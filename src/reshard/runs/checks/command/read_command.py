@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reshard.runs.guard.command.command_settings import CommandSettings, merged, of_file, output_of, typed
-from reshard.runs.guard.command.interpreters import PYTHON, interpreter_of, is_of_shell, program, shebang
-from reshard.runs.guard.command.launchers import LAUNCHERS, GpuCount, Launcher, options_of
-from reshard.runs.guard.command.shells import the_launch
-from reshard.runs.guard.command.tools import LAUNCHER_TOOLS, PYTHON_LAUNCHERS, Tool
-from reshard.runs.guard.command.wrapper_programs import Wrapper, before_python, in_python, unwrapped
+from reshard.runs.checks.command.command_settings import CommandSettings, merged, of_file, output_of, typed
+from reshard.runs.checks.command.interpreters import PYTHON, interpreter_of, is_of_shell, program, shebang
+from reshard.runs.checks.command.launchers import LAUNCHERS, GpuCount, Launcher, options_of
+from reshard.runs.checks.command.shells import the_launch
+from reshard.runs.checks.command.tools import LAUNCHER_TOOLS, PYTHON_LAUNCHERS, Tool
+from reshard.runs.checks.command.wrapper_programs import Wrapper, before_python, in_python, unwrapped
 
 MAX_DEPTH = 10
 """How many programs of a command may start each other."""

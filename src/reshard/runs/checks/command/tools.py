@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reshard.base.argument_checks import truth
-from reshard.runs.guard.command.launchers import LAUNCHERS, GpuCount
+from reshard.runs.checks.command.launchers import LAUNCHERS, GpuCount
 
 
 @dataclass(frozen=True)

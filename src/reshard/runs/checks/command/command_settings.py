@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
+from reshard.runs.checks.command.options import options_in
 from reshard.runs.checks.location import Location
 
 CommandSettings = dict[str, tuple[Any, Location]]
@@ -33,34 +34,17 @@ OUTPUT_OPTIONS = (
 """Names of the folder for checkpoints, the most usual one first."""
 _QUOTED = re.compile(r"^(['\"])(.*)\1$", re.DOTALL)
 """Quotes that Hydra and OmegaConf take away."""
-_DOTTED = re.compile(r"(?:\+{0,2})([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
 
 
 def typed(words: Sequence[str], target: str, line: int | None = None) -> CommandSettings:
-    """Settings from the arguments of a script: `--a b`, `--a=b`, and `a.b=c` as Hydra and OmegaConf read it."""
-    found: CommandSettings = {}
-    at = 0
-    while at < len(words):
-        word = words[at]
-        at += 1
-        if not _is_option(word):
-            if match := _DOTTED.fullmatch(word):
-                found[match[1]] = _QUOTED.sub(r"\2", match[2]), Location(target, line, word)
-            continue
-        name, given, value = word.lstrip("-").partition("=")
-        values = [value] if given else []
-        while not given and at < len(words) and not _is_option(words[at]):
-            values.append(words[at])
-            at += 1
-        meant: Any = values[0] if len(values) == 1 else values or True
-        text = word if given else " ".join((word, *values))
-        found[name.replace("-", "_")] = meant, Location(target, line, text)
-    return found
-
-
-def _is_option(word: str) -> bool:
-    """Whether a word begins an option, and is not a negative number."""
-    return word.startswith("-") and re.fullmatch(r"-[\d.][\d.e-]*|-", word) is None
+    """Settings from the arguments of a script."""
+    return {
+        option.name.replace("-", "_"): (
+            _QUOTED.sub(r"\2", value) if isinstance(value := option.value(True), str) else value,
+            Location(target, line, " ".join(option.words)),
+        )
+        for option in options_in(words)
+    }
 
 
 def of_file(path: Path) -> CommandSettings:
