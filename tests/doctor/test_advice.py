@@ -71,20 +71,10 @@ def test_a_list_belongs_to_the_sentence_before_it() -> None:
     assert found.code == "message-names-cure" and "--frob-home DIR" in found.remedy.zh
 
 
-def test_an_exception_copied_from_a_notebook() -> None:
-    said = "'MistralForCausalLM' object has no attribute 'merge_and_unload'"
-    text = f'{{\n\t"name": "AttributeError",\n\t"message": "{said}",\n\t"stack": "Cell In[12], line 1\n'
-    assert first(text).code == "attribute-of-other"
-
-
 @pytest.mark.parametrize(
     ("said", "code"),
     [
         ("ImportError: libcudart.so.11.0: cannot open shared object file: No such", "cuda-library-missing"),
-        (
-            raised("TypeError: cannot unpack non-iterable NoneType object", "a, b = build("),
-            "value-is-none",
-        ),
         (
             "    assert isinstance(weight, DTensor)\nAssertionError",
             UNKNOWN_FAILURE,
@@ -154,12 +144,6 @@ REQUIRED = {
 def test_a_release_that_is_required_in_prose(said: str) -> None:
     found = first(raised(said, file=f"{SITE}/transformers/loader.py"))
     assert found.code == "version-required" and f"install '{REQUIRED[said]}'" in found.remedy.en
-
-
-def test_a_name_that_a_package_forgot_is_its_fault() -> None:
-    found = first(raised("NameError: name 'wibble' is not defined", "wibble()", f"{SITE}/frob/a.py"))
-    assert found.code == "name-undefined" and "pip install -U frob" in found.remedy.en
-    assert diagnose_text("log", "NameError: name 'TypeAdapter' is not defined")[0].code == "name-of-optional"
 
 
 @pytest.mark.parametrize("module", ["training.tokenizer.tokenizer", "optimizer", "legacy.model"])

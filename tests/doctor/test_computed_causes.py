@@ -108,10 +108,6 @@ OF_RELEASES = {
         "api-came-later",
         "transformers>=4.41.0",
     ),
-    "AttributeError: 'LlamaForCausalLM' object has no attribute 'merge_and_unload'": (
-        "attribute-of-other",
-        "PeftModel.from_pretrained",
-    ),
 }
 
 

@@ -84,10 +84,6 @@ OTHER = (
         "package-without-part",
     ),
     # a name that a release moved
-    (
-        "ImportError: cannot import name 'flash_attn_func' from 'flash_attn' (/a/flash_attn/__init__.py)",
-        "name-of-optional",
-    ),
     # two parts of the user's own code
     (
         raised(

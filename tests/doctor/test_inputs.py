@@ -39,11 +39,6 @@ INPUTS = {
         "api-is-gone",
         "adapter_config.json",
     ),
-    "AttributeError: 'DataParallel' object has no attribute 'generation_config'": (
-        "attribute-of-wrapper",
-        "CUDA_VISIBLE_DEVICES=0",
-    ),
-    "name ‘PeftModel’ is not defined": ("name-of-optional", "-U peft"),
     "ValueError:\nUnrecognized model in out/a. \nShould have a `model_type` key in its config.json": (
         "hf-no-config",
         "config.json",

@@ -10,17 +10,6 @@ from tests.doctor.test_classes import SITE, first, raised
 FSDP = "distributed_type: FSDP\n"
 NO_DIMENSIONS = raised("RuntimeError: 'weight' must be 2-D", "return torch.embedding(weight, input)")
 CAUSES = {
-    raised(
-        "TypeError: unsupported operand type(s) for //: 'NoneType' and 'NoneType'",
-        "a = cfg.batch_size // cfg.micro_size",
-    ): ("setting-is-none", "`batch_size`, `micro_size`"),
-    raised(
-        "TypeError: unsupported operand type(s) for %: 'int' and 'NoneType'",
-        "if step % args.save_steps == 0:",
-    ): (
-        "setting-is-none",
-        "`save_steps`",
-    ),
     FSDP + NO_DIMENSIONS: ("fsdp-bypassed", "summon_full_params"),
     FSDP + "RuntimeError: The tensor has a non-zero number of elements, but its data is not allocated yet.": (
         "fsdp-bypassed",
@@ -28,14 +17,6 @@ CAUSES = {
     ),
     FSDP + "deepspeed_config: zero3.json\n" + NO_DIMENSIONS: ("zero3-weight-2d", "prepare_deepspeed"),
     NO_DIMENSIONS: ("zero3-weight-2d", "prepare_deepspeed"),
-    "AttributeError: 'NetForCausalLM' object has no attribute 'generate'": (
-        "attribute-generate",
-        "transformers<4.50",
-    ),
-    "AttributeError: 'DynamicCache' object has no attribute 'detach'": (
-        "attribute-of-cache",
-        "use_cache = False",
-    ),
     "RuntimeError: expected self and mask to be on the same device, but got mask on cuda:0 and self on cuda:1": (
         "devices-mixed",
         "CUDA_VISIBLE_DEVICES=0",

@@ -65,17 +65,6 @@ E1122 10:00:00.0 12 torch/distributed/elastic/multiprocessing/api.py:874] failed
     assert found.remedy.en.strip() == "lower the learning rate"
 
 
-def test_a_name_that_a_cell_of_a_notebook_lacks() -> None:
-    """`transformers` has a module of this name, too."""
-    told = """\
-NameError                                 Traceback (most recent call last)
-Cell In[2], line 1
-----> 1 trainer_stats = trainer.train()
-
-NameError: name 'trainer' is not defined"""
-    assert diagnose_text("log", told)[0].code == "name-undefined"
-
-
 def test_advice_for_another_case_is_not_the_cure() -> None:
     said = "OSError: cannot use the file. If you tried to load a TF 2.0 checkpoint, please set from_tf=True."
     frame = f'  File "{SITE}/transformers/modeling_utils.py", line 9, in from_pretrained\n    raise OSError'

@@ -25,7 +25,6 @@ from reshard.runs.doctor.causes.checkpoint_kinds import of_kind
 from reshard.runs.doctor.causes.dtype_errors import of_dtypes
 from reshard.runs.doctor.causes.fatal_signals import of_exit
 from reshard.runs.doctor.causes.import_errors import of_module, of_pair, of_symbol
-from reshard.runs.doctor.causes.missing_attributes import of_attribute, of_none, of_undefined
 from reshard.runs.doctor.causes.missing_programs import of_program
 from reshard.runs.doctor.causes.mistyped_values import of_column, of_value
 from reshard.runs.doctor.causes.package_requirements import of_packages, of_requirement, of_resolver
@@ -77,13 +76,12 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
     Specificity.HISTORY: frozenset(
         {
             *(of_failure, of_shadow, of_symbol, of_resolver, of_requirement, weight_names.of_names),
-            *map(_of_exception, (of_dtypes, of_undefined, of_template)),
+            *map(_of_exception, (of_dtypes, of_template)),
         }
     ),
     Specificity.KIND: frozenset(
         {
             *(of_packages, of_module, of_pair, rank_mismatches.of_hang),
-            *map(_of_exception, (of_none, of_attribute)),
         }
     ),
     Specificity.UNKNOWN: frozenset({of_unknown, of_unseen, of_setting}),

@@ -268,11 +268,6 @@ class ApiTable(Releases):
                 return Replaced(old, new, min(after), max(before))
         return None
 
-    def last_of_classes(self, name: str) -> list[int]:
-        """The last release in which each class that has an attribute itself has it."""
-        spans = (self._of(groups, name) for groups in self.raw["attributes"].values())
-        return [max(span) for span in spans if span]
-
     def ancestors(self, kind: str, depth: int = 0) -> set[str]:
         """The names of all classes from which a class derives in any release, including other packages."""
         own = _names(self.raw["bases"].get(kind, {}))

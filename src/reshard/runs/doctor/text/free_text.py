@@ -107,11 +107,6 @@ def _asked_about(told: Sequence[LogLine]) -> list[LogLine]:
     return [each for each in told if words.search(each.text) and not _CALM.search(each.text)]
 
 
-def is_calm(text: str) -> bool:
-    """Whether a line says that nothing is wrong, or that a program recovered."""
-    return bool(_CALM.search(text))
-
-
 _CONTRAST = re.compile(r"但|却|不过|可是|\b(?i:but|however|although|despite|yet)\b")
 
 
