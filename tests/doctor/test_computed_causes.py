@@ -69,12 +69,6 @@ def test_a_lazy_import_is_told_as_what_it_wraps() -> None:
     assert first(f"{wrapped}\nmodule 'numpy' has no attribute 'typeDict'").code == "gone-before"
 
 
-def test_a_package_is_updated_that_fails_in_itself_on_windows_too() -> None:
-    said = "AttributeError: 'FrobConfig' object has no attribute 'frob'"
-    found = first(raised(said, "config.frob", r"C:\venv\lib\site-packages\frob_llm\model.py"))
-    assert "-U frob-llm" in found.remedy.en
-
-
 def test_messages_that_state_their_cure_have_no_entries_beside() -> None:
     found = first("ValueError: Please set padding_side='left' while you call the frob of a model.")
     assert "The message itself" in found.remedy.en and "--explain" not in found.remedy.en

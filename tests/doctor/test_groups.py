@@ -116,10 +116,3 @@ def test_the_title_above_a_traceback_without_its_end_is_its_message() -> None:
 )
 def test_a_line_of_the_log_is_no_title(title: str) -> None:
     assert first(f"{title}\n{TRACE}").code == UNKNOWN_FAILURE
-
-
-def test_who_asked_for_an_attribute_is_not_torch() -> None:
-    asked = raised("", "model.frob(3)", f"{SITE}/peft/tuners/tuners_utils.py").rstrip()
-    getter = f'  File "{SITE}/torch/nn/modules/module.py", line 1207, in __getattr__\n    raise AttributeError(f(x))\n'
-    found = first(f"{asked}\n{getter}AttributeError: 'PoolModel' object has no attribute 'frob'")
-    assert "model.frob(3)" in found.rule.en and "pip install -U peft" in found.remedy.en
