@@ -25,6 +25,8 @@ from tests.genuine.huggingface import make_model
 
 pytestmark = pytest.mark.slow
 
+SOURCE = str(Path(reshard.__file__).parents[1])
+"""Also for the interpreters of other environments."""
 ON_CPU = Path(__file__).parents[1] / "doctor" / "reproduce" / "support"
 """The folder of `fsdp_on_cpu.py`."""
 STEPS = {
@@ -71,7 +73,7 @@ WRAPPERS = {
 
 def run(words: list[str], **variables: str) -> str:
     """Run a command to its good end, and return what it prints."""
-    usual = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    usual = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": SOURCE}
     done = subprocess.run(words, env={**os.environ, **usual, **variables}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -158,8 +160,7 @@ def write_for_cpus(plan: str, output: Path, usual: dict[str, Any], options: dict
     if plan == "fsdp2":  # the threads of gloo's second group may abort an interpreter that ends
         text = script.read_text().replace("import reshard.guard", "import fsdp_on_cpu, reshard.guard")
         script.write_text(text + "import os; os._exit(0)\n")
-        path = os.pathsep.join([str(ON_CPU), os.environ.get("PYTHONPATH", "")])
-        return {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": path}
+        return {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join([str(ON_CPU), SOURCE])}
     return {}
 
 

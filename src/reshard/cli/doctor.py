@@ -100,7 +100,7 @@ class Flags(DoctorOptions, CatalogueOptions):
 def command(targets: tuple[str, ...], *, quiet: bool, json_output: bool, **options: Any) -> None:
     """Explain what is wrong, why, and how to fix it.
 
-    A TARGET is a log (or - for standard input), a training script (.py), a notebook (.ipynb), a launch script (.sh), a
+    A TARGET is a log (or - for standard input), a training script (.py), a launch script (.sh), a
     config of accelerate, DeepSpeed, TRL or LLaMA-Factory (.yaml, .json), or a checkpoint. The doctor never executes the
     files it reads. Pass several files of one run together: a mistake in the script explains an error in the
     log. Without a TARGET, the doctor examines the environment: versions, GPUs, driver and launcher variables.
@@ -110,7 +110,6 @@ def command(targets: tuple[str, ...], *, quiet: bool, json_output: bool, **optio
       reshard doctor --python venv/bin/python     another environment
       reshard doctor train.log train.py ckpt/     a run that failed
       reshard doctor ckpt/                        a checkpoint
-      reshard doctor ckpt/ base/                  whether a checkpoint and a base belong together
       reshard doctor run/                         the folder of a run: its logs, configs and checkpoints
       torchrun … 2>&1 | reshard doctor -          a log from a pipe
       reshard doctor --explain ID                 one failure in the catalogue
