@@ -79,6 +79,10 @@ def run(words: list[str], **variables: str) -> str:
     return done.stdout
 
 
+END_AT_ONCE = "import os; os._exit(0)\n"
+"""The end of a script of several CPU ranks: gloo's threads may abort an interpreter that ends by itself."""
+
+
 def losses(output: Path) -> list[float]:
     state = json.loads((output / "checkpoint-4/trainer_state.json").read_text())
     return [row["loss"] for row in state["log_history"] if "loss" in row]
@@ -101,12 +105,14 @@ def test_two_ranks_train_as_plain_trl_does(
     script = tmp_path / "plain.py"
     script.write_text(PLAIN.format(name=name, options=options))
     launch = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
-    run([*launch, str(script), str(tiny()), str(data[method]), str(tmp_path / "plain"), *teacher])
     own = {**options, **({"teacher_model_name_or_path": teacher[0]} if teacher else {})}
     output = tmp_path / "out"
     reshard.train(
         method, model=tiny(), data=data[method], output=output, nproc=2, options=own, write_only=True
     )
+    for each in (script, output / "train.py"):
+        each.write_text(each.read_text() + END_AT_ONCE)
+    run([*launch, str(script), str(tiny()), str(data[method]), str(tmp_path / "plain"), *teacher])
     run(["bash", str(output / "run.sh")])
     assert losses(output) == losses(tmp_path / "plain")
     assert weights(output / "checkpoint-4") == weights(tmp_path / "plain/checkpoint-4")
@@ -150,16 +156,15 @@ def write_for_cpus(plan: str, output: Path, usual: dict[str, Any], options: dict
     options = {**options, **({"ddp_backend": "gloo"} if zero else {}), **(CPU if plan == "ddp" else {})}
     reshard.train("sft", output=output, nproc=2, parallel=plan, options=options, **usual)
     script, start = output / "train.py", output / "run.sh"
-    script.write_text(
-        script.read_text() + "print('wrapped', type(trainer.model_wrapped).__name__, flush=True)\n"
-    )
+    shown = "print('wrapped', type(trainer.model_wrapped).__name__, flush=True)\n"
+    script.write_text(script.read_text() + shown + END_AT_ONCE)
     if zero:
         place = Path(python("deepspeed")).parent
         start.write_text(re.sub(r"\nPATH=", f"\\g<0>{place}:", start.read_text()))
         return {"DS_ACCELERATOR": "cpu"}
-    if plan == "fsdp2":  # the threads of gloo's second group may abort an interpreter that ends
+    if plan == "fsdp2":
         text = script.read_text().replace("import reshard.guard", "import fsdp_on_cpu, reshard.guard")
-        script.write_text(text + "import os; os._exit(0)\n")
+        script.write_text(text)
         return {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join([str(ON_CPU), SOURCE])}
     return {}
 
