@@ -76,7 +76,7 @@ def test_messages_that_state_their_cure_have_no_entries_beside() -> None:
 
 def test_whatever_may_be_sure_says_where_its_facts_are_from() -> None:
     source = "\n".join(path.read_text() for path in SOURCE.rglob("*.py"))
-    never = set(re.findall(r'told\(\s*(?:f?"([a-z-]+)[^)]{0,400}certainty="(?:likely|possible)")', source))
+    never = set(re.findall(r'finding\(\s*(?:f?"([a-z-]+)[^)]{0,400}certainty="(?:likely|possible)")', source))
     unsourced = [name for name, rule in rules().items() if not rule["sources"] and name not in never]
     assert [name for name in unsourced if name.startswith(SURE)] == []
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reshard.base.languages import LANGUAGES
-from reshard.runs.checks.rules import told
+from reshard.runs.checks import rules
 from reshard.runs.doctor.causes.shape_mismatches import computed, pairs
 from reshard.runs.doctor.log_diagnosis import diagnose_text
 
@@ -56,7 +56,7 @@ CASES = [
 def texts(said: str) -> list[str]:
     """Title, cause and cure of what is computed from a message, in English and in Chinese."""
     identifier, values = computed(said) or ("", {})
-    found = told(identifier, [], values)
+    found = rules.finding(identifier, [], values)
     return [" / ".join(each.of(to) for each in (found.message, found.rule, found.remedy)) for to in LANGUAGES]
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.rules import RuleValues, covered_by, told_at
+from reshard.runs.checks.rules import RuleValues, covered_by
 from reshard.runs.doctor.causes import (
     divisibility,
     gpus_and_ports,
@@ -53,7 +54,7 @@ def _of_exception(ask: Callable[[Traceback, Log], RuleValues | None]) -> Recogni
         if found is None:
             return None
         shown = {"where": place_in_code(first), "update": update_of(first), **found[1]}
-        return told_at((found[0], shown), log.name, first.last, first.said)
+        return rules.finding_at((found[0], shown), log.name, first.last, first.said)
 
     return recogniser
 

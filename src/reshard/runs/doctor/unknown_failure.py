@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from reshard.base.foreign_text import clipped, shown_lines
 from reshard.base.languages import Text
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import UNKNOWN, UNKNOWN_FAILURE, Finding
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import told
 from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogue
 from reshard.runs.doctor.text.first_failure import which_is_first
 from reshard.runs.doctor.text.log import Log, Traceback
@@ -40,14 +40,16 @@ def of_unseen(root: Traceback, log: Log) -> Finding | None:
         return None
     who = log.first_to_die
     evidence = [] if who is None else [words("first-to-die", who=who)]
-    return told(WORKER_TRACEBACK_MISSING, [last_line(root, log)], evidence=[*evidence, *run_facts(log)])
+    return rules.finding(
+        WORKER_TRACEBACK_MISSING, [last_line(root, log)], evidence=[*evidence, *run_facts(log)]
+    )
 
 
 def of_unended(log: Log) -> Finding:
     """The answer to a log without a failure that does not say either that its run ended well."""
     line = next((line for line in reversed(log.lines) if line.text.strip()), None)
     places = [Location.of(log.name, line.number, line.text)] if line else []
-    return told(RUN_END_UNKNOWN, places, evidence=run_facts(log))
+    return rules.finding(RUN_END_UNKNOWN, places, evidence=run_facts(log))
 
 
 def of_unknown(root: Traceback, log: Log) -> Finding | None:
@@ -65,7 +67,7 @@ def of_unknown(root: Traceback, log: Log) -> Finding | None:
     }
     rule = UNKNOWN_THAT_ASKS if asked else UNKNOWN_FAILURE
     evidence = [which_is_first(root), *run_facts(log)]
-    found = told(rule, [last_line(root, log)], values, certainty=UNKNOWN, evidence=evidence)
+    found = rules.finding(rule, [last_line(root, log)], values, certainty=UNKNOWN, evidence=evidence)
     return replace(found, code=UNKNOWN_FAILURE)
 
 

@@ -92,7 +92,7 @@ def finding(
     )
 
 
-def told_at(found: RuleValues, target: str, line: int, said: str) -> Finding:
+def finding_at(found: RuleValues, target: str, line: int, said: str) -> Finding:
     """The finding of a rule for what a line says: at most `likely`."""
     identifier, values = found
     return finding(identifier, [Location.of(target, line, said)], values, certainty="likely")
@@ -134,6 +134,3 @@ def rules() -> dict[str, dict[str, Any]]:
     for file in sorted(Path(__file__).parent.glob("*.yaml")):
         content |= read_data(file)
     return content
-
-
-told = finding

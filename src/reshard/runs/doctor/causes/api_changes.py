@@ -12,6 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 from reshard.base.languages import Text
 from reshard.base.suggest import closest
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS, ApiTable, table, tables
 from reshard.runs.checks.history.bloom_filters import packages_with
@@ -19,7 +20,6 @@ from reshard.runs.checks.history.release_ranges import Bounds
 from reshard.runs.checks.history.versions_in_use import installed_version, read_from
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import told
 from reshard.runs.doctor.causes.import_errors import imports_itself
 from reshard.runs.doctor.causes.known_names import KnownName, known_of
 from reshard.runs.doctor.causes.missing_names import (
@@ -55,7 +55,9 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
         if answer := _answer(failure, log):
             place = Location.of(log.name, failure.last, failure.said)
             proof = [read_from(answer.own)]
-            finding = told(answer.rule, [place], answer.values, certainty=answer.certainty, evidence=proof)
+            finding = rules.finding(
+                answer.rule, [place], answer.values, certainty=answer.certainty, evidence=proof
+            )
             return replace(finding, remedy=with_interpreter(answer.remedy or finding.remedy, log))
         failure = failure.before
     return None

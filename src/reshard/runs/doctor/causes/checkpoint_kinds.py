@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import told_at
 from reshard.runs.doctor.text.log import Log, Traceback
 
 _OTHERS = {
@@ -57,7 +57,7 @@ def of_kind(root: Traceback, log: Log) -> Finding | None:
         for kind, (pattern, way) in _kinds().items():
             if pattern.search(path) and not (wants_adapter and way == "artefact-adapter"):
                 values = {"path": path, "kind": kind, "way_out": words(way, path=path)}
-                return told_at(("artefact-mixed-up", values), log.name, root.last, root.said)
+                return rules.finding_at(("artefact-mixed-up", values), log.name, root.last, root.said)
     return None
 
 

@@ -7,10 +7,10 @@ from math import prod
 from typing import NamedTuple
 
 from reshard.base.languages import Text
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import sentence, words
-from reshard.runs.checks.rules import told
 from reshard.runs.doctor.text.log import Log, Traceback
 
 _SETTING = r"(?<![\w.-])[A-Za-z][\w.-]{0,60}(?: [A-Za-z][\w.-]{0,60}){0,5}?"
@@ -81,7 +81,7 @@ def of_divisors(root: Traceback, log: Log) -> Finding | None:
         "cure": Text.lines([*_fits(check), words(f"divides-{check.kind}")]),
         "compared": {name: size for name, size in said.items() if size},
     }
-    return told(
+    return rules.finding(
         "not-divisible", [Location.of(log.name, failure.last, failure.said)], shown, certainty="likely"
     )
 
@@ -147,6 +147,10 @@ def of_batches(root: Traceback, log: Log) -> Finding | None:
     said = root.said
     place = Location.of(log.name, root.last, said)
     if _SAMPLES.search(said):
-        return told("short-samples", [place], certainty="likely")
+        return rules.finding("short-samples", [place], certainty="likely")
     group = _GROUP.search(said)
-    return told("grpo-one-generation", [place], group.groupdict(), certainty="likely") if group else None
+    return (
+        rules.finding("grpo-one-generation", [place], group.groupdict(), certainty="likely")
+        if group
+        else None
+    )

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import told_at
 from reshard.runs.doctor.text.exit_status import CRASHES, signal_in
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import EXIT_STATUS
@@ -40,10 +40,12 @@ def of_exit(root: Traceback, log: Log) -> Finding | None:
     if crashed:
         key = f"crash-{crashed.name.lower()}"
         values = {"name": crashed.name, "why": words(key), "way": words(f"{key}-way")}
-        return told_at(("killed-crash", values), log.name, crashed.line, crashed.text)
+        return rules.finding_at(("killed-crash", values), log.name, crashed.line, crashed.text)
     if own or not ends:
         return None  # the entries for SIGKILL and SIGTERM say who may have sent them
-    return told_at(("killed-by-launcher", {"pid": ends[0].pid}), log.name, ends[0].line, ends[0].text)
+    return rules.finding_at(
+        ("killed-by-launcher", {"pid": ends[0].pid}), log.name, ends[0].line, ends[0].text
+    )
 
 
 def _ends(log: Log) -> Iterator[Ended]:

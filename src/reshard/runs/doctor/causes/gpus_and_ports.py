@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from reshard.base.languages import Text
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import sentence, words
-from reshard.runs.checks.rules import told
 from reshard.runs.doctor.causes.out_of_memory import lines_near
 from reshard.runs.doctor.text.log import Log, Traceback
 
@@ -47,7 +47,7 @@ def of_devices(root: Traceback, log: Log) -> Finding | None:
         return None
     place = Location.of(log.name, root.last, root.said)
     shown = {**values, "told": sentence(list(_told(kind, values, root, log)))}
-    finding = told(f"short-{kind}", [place], shown, certainty="likely")
+    finding = rules.finding(f"short-{kind}", [place], shown, certainty="likely")
     first = typed_rank(root, log)
     return replace(finding, remedy=Text.lines([first, finding.remedy])) if first else finding
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from reshard.base.foreign_text import clipped
 from reshard.base.languages import Text
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import told, told_at
 from reshard.runs.doctor.causes.pip_commands import installed_for, with_interpreter
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.upstream_search import INSTALLED_PATH, package_of
@@ -38,7 +38,7 @@ def of_module(root: Traceback, log: Log) -> Finding | None:
     own = imports_itself(root, log) or (root.frames and _owner(root.frames[-1]) == package)
     values = {**match.groupdict(), "distribution": PACKAGE_OF_ROOT.get(package, package)}
     identifier = "package-without-part" if own else "submodule-missing"
-    return told_at((identifier, values), log.name, root.last, root.said)
+    return rules.finding_at((identifier, values), log.name, root.last, root.said)
 
 
 def _without_package(package: str, root: Traceback, log: Log) -> Finding:
@@ -47,7 +47,7 @@ def _without_package(package: str, root: Traceback, log: Log) -> Finding:
     place = Location.of(log.name, root.last, root.said)
     values = {"package": package, "install": installed_for(package)}
     certainty = "likely" if asked else "possible"
-    found = told("module-not-found", [place], values, certainty=certainty, evidence=asked)
+    found = rules.finding("module-not-found", [place], values, certainty=certainty, evidence=asked)
     return replace(found, remedy=with_interpreter(found.remedy, log))
 
 
@@ -86,7 +86,7 @@ def of_pair(root: Traceback, log: Log) -> Finding | None:
         "distribution": installed_for(package),
         "importer": PACKAGE_OF_ROOT.get(importer, importer.replace("_", "-")),
     }
-    return told_at(("import-of-other-release", values), log.name, root.last, root.said)
+    return rules.finding_at(("import-of-other-release", values), log.name, root.last, root.said)
 
 
 def _owner(frame: str) -> str | None:
@@ -130,7 +130,7 @@ def of_symbol(root: Traceback, log: Log) -> Finding | None:
     }
     built_for = (("extension-abi", _OF_TORCH), ("cuda-libraries-mixed", _OF_CUDA))
     code = next((code for code, symbols in built_for if symbols.search(match["symbol"])), None)
-    return told_at((code, values), log.name, root.last, root.said) if code else None
+    return rules.finding_at((code, values), log.name, root.last, root.said) if code else None
 
 
 def _rebuilt(package: str) -> Text:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from reshard.base.languages import Text
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import told_at
 from reshard.runs.doctor.text.log import Log, Traceback
 
 _NOT_FOUND = re.compile(
@@ -41,7 +41,7 @@ def of_program(root: Traceback, log: Log) -> Finding | None:
         return None
     program = "git-lfs" if match["git"] else next(name for name in match.groups() if name)
     values = {"program": program, "way": _way(program)}
-    return told_at(("command-not-found", values), log.name, root.last, root.said)
+    return rules.finding_at(("command-not-found", values), log.name, root.last, root.said)
 
 
 def _way(program: str) -> Text:

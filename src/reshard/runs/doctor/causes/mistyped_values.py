@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.rules import told
 from reshard.runs.doctor.text.log import Log, Traceback
 
 _REFUSED = re.compile(
@@ -27,11 +27,13 @@ def of_value(root: Traceback, log: Log) -> Finding | None:
     if match is None or "not permitted" in match["wanted"]:
         return None
     place = Location.of(log.name, root.root.last, root.root.said)
-    return told("value-of-other-type", [place], match.groupdict(), certainty="likely")
+    return rules.finding("value-of-other-type", [place], match.groupdict(), certainty="likely")
 
 
 def of_column(root: Traceback, log: Log) -> Finding | None:
     """The finding for a column of data whose values have several types."""
     match = _MIXED.search(root.root.said)
     place = Location.of(log.name, root.root.last, root.root.said)
-    return told("column-mixes-types", [place], match.groupdict(), certainty="likely") if match else None
+    return (
+        rules.finding("column-mixes-types", [place], match.groupdict(), certainty="likely") if match else None
+    )

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from reshard.base.languages import Text
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import sentence, words
-from reshard.runs.checks.rules import told
 from reshard.runs.doctor.text.first_failure import live_lines
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import CUT_OFF_TRACEBACK, is_launchers
@@ -105,7 +105,7 @@ def of_memory(root: Traceback, log: Log) -> Finding | None:
         "\n".join([*root.frames, root.said, lines_near(root, log)])
     )
     rule = f"short-{'engine' if is_engines else found.kind}-memory"
-    finding = told(rule, [Location.of(log.name, root.last, root.said)], shown, certainty="likely")
+    finding = rules.finding(rule, [Location.of(log.name, root.last, root.said)], shown, certainty="likely")
     if found.kind == "device" and (first := _first(found.sizes, root.said)):
         return replace(finding, remedy=Text.lines([first, finding.remedy]))
     return finding

@@ -10,11 +10,11 @@ from packaging.utils import canonicalize_name
 
 from reshard.base.foreign_text import clipped
 from reshard.base.languages import Text
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import told, told_at
 from reshard.runs.doctor.causes.pip_commands import imported_from, installed_for
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import CUT_OFF_TRACEBACK, EXIT_STATUS
@@ -64,7 +64,7 @@ def of_resolver(root: Traceback, log: Log) -> Finding | None:
         return None
     if tag := _TAG.search(re.sub(r"\s+", " ", log.text)):
         found = f"wheels-of-other-{tag['kind'].lower()}", {"what": tag["what"] or tag["name"]}
-        return told_at(found, log.name, line.number, line.text)
+        return rules.finding_at(found, log.name, line.number, line.text)
     by_package: dict[str, list[Need]] = {}
     for need in dict.fromkeys(_needs(log.text)):
         by_package.setdefault(canonicalize_name(_name(need.what)), []).append(need)
@@ -80,7 +80,7 @@ def of_resolver(root: Traceback, log: Log) -> Finding | None:
         "packages": " ".join(dict.fromkeys([*asked, package])),
     }
     place = Location(log.name, line.number, clipped(line.text.strip(), 300))
-    return told("requirements-conflict", [place], values, certainty="likely")
+    return rules.finding("requirements-conflict", [place], values, certainty="likely")
 
 
 def _needs(text: str) -> Iterator[Need]:
@@ -152,7 +152,7 @@ def of_requirement(root: Traceback, log: Log) -> Finding | None:
         "what": words("and-found", what=what, has=has["has"]) if has else what,
         "newer": words("or-newer", who=who) if who else Text.same(""),
     }
-    return told_at(("version-required", values), log.name, root.last, root.said)
+    return rules.finding_at(("version-required", values), log.name, root.last, root.said)
 
 
 def _required(said: str) -> tuple[str, str, str | None] | None:
@@ -206,7 +206,7 @@ def of_packages(root: Traceback, log: Log) -> Finding | None:
         "specs": " ".join(f"'{each}'" if re.search(r"^[^' ]*[<>=!~\[]", each) else each for each in found),
         "modules": ", ".join(map(imported_from, bare)),
     }
-    return told_at(("packages-to-install", values), log.name, root.last, root.said)
+    return rules.finding_at(("packages-to-install", values), log.name, root.last, root.said)
 
 
 def _packages(message: str) -> Iterator[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import told
 from reshard.runs.doctor.text.log import Log, Traceback
 
 _OF_PICKLE = re.compile(r"invalid load key, '(?P<byte>[v<])'")
@@ -24,4 +24,6 @@ def of_placeholder(root: Traceback, log: Log) -> Finding | None:
     kind = _KINDS[match["byte"]] if match else "placeholder-text"
     values = {"what": words(kind), "why": words(f"{kind}-why")}
     place = Location.of(log.name, root.last, root.said)
-    return told("placeholder-for-weights", [place], values, certainty="likely" if match else "possible")
+    return rules.finding(
+        "placeholder-for-weights", [place], values, certainty="likely" if match else "possible"
+    )

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from reshard.base.foreign_text import clipped
 from reshard.base.languages import Text
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import RuleValues, told, told_at
+from reshard.runs.checks.rules import RuleValues
 from reshard.runs.doctor.text.free_text import describes_hang
 from reshard.runs.doctor.text.log import Log, Traceback
 
@@ -43,7 +44,7 @@ def of_ranks(root: Traceback, log: Log) -> Finding | None:
     """The finding for ranks that did not come, run different collectives, or do not fit their groups."""
     for ask in (_mismatch, _absent, _outside_of_mesh, _ssh):
         if found := ask(root, log):
-            return told_at(found, log.name, root.last, root.said)
+            return rules.finding_at(found, log.name, root.last, root.said)
     return None
 
 
@@ -206,4 +207,4 @@ def of_hang(root: Traceback, log: Log) -> Finding | None:
     if root.exception or not (watched or describes_hang(log.lines)):
         return None
     place = Location(log.name, root.last, clipped(root.said, 300))
-    return told("hang-described", [place])
+    return rules.finding("hang-described", [place])

@@ -6,10 +6,10 @@ import re
 from dataclasses import replace
 
 from reshard.base.languages import Text
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import table_of
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import told_at
 from reshard.runs.doctor.causes.missing_names import QUOTE, imported_in, is_shadowed
 from reshard.runs.doctor.causes.pip_commands import with_interpreter
 from reshard.runs.doctor.text.log import Log, Traceback
@@ -24,7 +24,7 @@ def of_shadow(root: Traceback, log: Log) -> Finding | None:
     if match is None or folder is None:
         return None
     shown = {"module": match["module"], "folder": folder}
-    finding = told_at(("folder-for-package", shown), log.name, root.last, root.said)
+    finding = rules.finding_at(("folder-for-package", shown), log.name, root.last, root.said)
     return replace(finding, remedy=with_interpreter(finding.remedy, log))
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.rules import RuleValues, told_at
+from reshard.runs.checks.rules import RuleValues
 from reshard.runs.doctor.text.log import Log, Traceback
 
 TensorShape = tuple[int, ...]
@@ -247,7 +248,7 @@ def of_shapes(root: Traceback, log: Log) -> Finding | None:
         )
     )
     found = computed("\n".join([root.said, *near]))
-    return told_at(found, log.name, root.last, root.said) if found else None
+    return rules.finding_at(found, log.name, root.last, root.said) if found else None
 
 
 _FREED = re.compile(
@@ -264,4 +265,4 @@ def of_freed(root: Traceback, log: Log) -> Finding | None:
     """The finding that a module of an FSDP model ran without the wrapper that gathers its parameters."""
     if not _FREED.search(root.root.said) or not _FSDP.search(log.text) or _ZERO_3.search(log.text):
         return None
-    return told_at(("fsdp-bypassed", {}), log.name, root.last, root.said)
+    return rules.finding_at(("fsdp-bypassed", {}), log.name, root.last, root.said)

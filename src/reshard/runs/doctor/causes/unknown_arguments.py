@@ -9,13 +9,13 @@ from packaging.version import Version
 
 from reshard.base.languages import Text
 from reshard.base.suggest import closest
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import table
 from reshard.runs.checks.history.config_keys import ConfigKeys
 from reshard.runs.checks.history.versions_in_use import Versions
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import told
 from reshard.runs.doctor.remedy_spelling import RunTools, keys_of
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.upstream_search import place_in_code
@@ -51,18 +51,18 @@ def of_arguments(root: Traceback, log: Log) -> Finding | None:
     place, unknown = Location.of(log.name, root.last, root.said), list(dict.fromkeys(_unknown(root.said)))
     config = _CONFIG.search(root.said)
     if config and set(unknown) <= ConfigKeys("accelerate", Versions()).known:
-        return told("accelerate-config-newer", [place], config.groupdict(), certainty="likely")
+        return rules.finding("accelerate-config-newer", [place], config.groupdict(), certainty="likely")
     known = _known(root.said, log) if unknown else set()
     texts = _of_releases(unknown, root, log) or [_near(name, known) for name in unknown[:MAX_NAMES]]
     texts += [words("argument-value", name=value) for value in _values(root.said)]
     lacks = None if "Could not override" in log.text else _LACKS.search(root.said)
     if lacks and texts in ([], [words("argument-unknown", name=lacks["key"])]):
         values = {**lacks.groupdict(), "where": place_in_code(root.root)}
-        return told("config-lacks-key", [place], values, certainty="likely")
+        return rules.finding("config-lacks-key", [place], values, certainty="likely")
     if not texts:
         return None
     lines = Text("; ".join(each.en for each in texts), "；".join(each.zh for each in texts))
-    return told("unknown-key", [place], {"told": lines}, certainty="likely")
+    return rules.finding("unknown-key", [place], {"told": lines}, certainty="likely")
 
 
 def _unknown(said: str) -> Iterator[str]:

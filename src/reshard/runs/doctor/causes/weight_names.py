@@ -13,9 +13,10 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.phrases import words
-from reshard.runs.checks.rules import RuleValues, told_at
+from reshard.runs.checks.rules import RuleValues
 from reshard.runs.doctor.text.log import Log, LogLine, Traceback
 
 _LIST = r"(?P<names>[^\n]*)"
@@ -109,7 +110,7 @@ def of_names(root: Traceback, log: Log) -> Finding | None:
         return None
     kind, values = class_of(names)
     kind = _of_reader(kind, names, root)
-    return told_at((f"names-{kind}", {**_shown(names), **values}), log.name, root.last, root.said)
+    return rules.finding_at((f"names-{kind}", {**_shown(names), **values}), log.name, root.last, root.said)
 
 
 def _of_reader(kind: str, names: NameLists, root: Traceback) -> str:
@@ -312,9 +313,9 @@ def of_loading(log: Log) -> Finding | None:
     found = next((each for each in lacking if not each.is_head), lacking[0])
     if found.is_head:
         shown = {"model": found.model, "path": found.path, "names": ", ".join(found.names.missing[:4])}
-        return told_at(("head-is-new", shown), log.name, found.line.number, found.line.text)
+        return rules.finding_at(("head-is-new", shown), log.name, found.line.number, found.line.text)
     kind, values = class_of(found.names)
-    told = told_at(
+    told = rules.finding_at(
         (f"names-{kind}", {**_shown(found.names), **values}), log.name, found.line.number, found.line.text
     )
     return replace(told, severity="warning")
