@@ -146,8 +146,8 @@ def test_each_plan_trains_as_one_process_does_and_goes_on_to_the_same_bits(
         assert more.command[3] == str(folder / "checkpoint-2")
         run(list(more.command), **variables)
         assert weights(folder / "final") == trained, plan
-        reshard.convert(folder / "checkpoint-4", folder / "again", merge=lora)  # it has config and tokenizer
-        assert load(weights(folder / "again")).keys() == load(expected).keys()
+        own = reshard.open(folder / "checkpoint-4", merge=lora)  # it has config and tokenizer
+        assert {*own} == load(expected).keys()
 
 
 def write_for_cpus(plan: str, output: Path, usual: dict[str, Any], options: dict[str, Any]) -> dict[str, str]:
