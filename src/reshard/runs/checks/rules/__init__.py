@@ -32,7 +32,7 @@ RULES_COVERED: dict[str, tuple[str, ...]] = {
         *("device-map-distributed", "device-map-zero3", "dtensor-mixed-cat-ddp", "dtensor-ddp"),
         *("dtensor-mixed-copy", "dtensor-sharded-then-ddp", "devices-mixed"),
         *("dtensor-mixed-cat", "dtensor-mixed", "dtensor-mixed-clip", "dtensor-mixed-submodule"),
-        *("data-parallel-spread-model", "quantized-other-device"),
+        "data-parallel-spread-model",
     ),
     "script-export-device-map": ("dtensor-mixed-copy", "dtensor-copy-sharded", "dtensor-mixed"),
     "script-first-rank-only": ("internlm-convert-tp", "shape-shard", "shape-rows-fewer"),
