@@ -43,7 +43,6 @@ def test_a_plain_gpt_model_computes_what_internevo_computes(
             args=dict(checkpoint.args or {}),
             layout=other,
         )
-        assert (result.missing, result.unexpected) == ((), ())
         assert_agree(result.logits, expected["logits"])
     reshard.convert(tmp_path / "m", tmp_path / "back", no_tokenizer=True)
     assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(hub(name)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from types import SimpleNamespace
@@ -64,12 +65,15 @@ def build_config(args: SimpleNamespace, layout: Layout, **settings: Any) -> Any:
             found=f"no {', '.join(sorted(unknown))} in its {config_class.__name__}",
             remedy="pip install --no-deps -U megatron-core",
         )
+    is_deterministic = has_delta_nets(args)  # megatron-core then computes them in plain torch
+    if is_deterministic:  # the attention of Transformer Engine insists on it
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     chosen = {
         **config_fields(args, config_class),
         **decisive,
         **_parallel_fields(args, layout),
         **PLAIN,
-        "deterministic_mode": has_delta_nets(args),  # computes them in plain torch
+        "deterministic_mode": is_deterministic,
         **settings,
     }
     config = config_class(**supported(config_class, **chosen))

@@ -19,26 +19,27 @@ _NOT_WEIGHTS = re.compile(r"(_extra_state(/.*)?$)|^(optimizer\.|rng_state|rerun_
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Weights that the model has and the checkpoint lacks (`missing`), and the reverse (`unexpected`)."""
+    """Weights that the model has and the checkpoint lacks (`missing`), and the reverse (`unexpected`).
+
+    `other` are keys of either that are no weights, such as extra states.
+    """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, missing: Iterable[str], unexpected: Iterable[str]) -> Mismatch:
-        """The weights among the keys that a strict load reports."""
-        return cls(
-            *(
-                tuple(sorted(key for key in {*keys} if not _NOT_WEIGHTS.search(key)))
-                for keys in (missing, unexpected)
-            )
-        )
+        """The keys that a strict load reports."""
+        lacking, beyond = {*missing}, {*unexpected}
+        other = {key for key in lacking | beyond if _NOT_WEIGHTS.search(key)}
+        return cls(*(tuple(sorted(keys)) for keys in (lacking - other, beyond - other, other)))
 
     @classmethod
     def union(cls, mismatches: Collection[Mismatch]) -> Mismatch:
         """The combined results of all ranks."""
         return cls.of(
-            (key for each in mismatches for key in each.missing),
+            (key for each in mismatches for key in (*each.missing, *each.other)),
             (key for each in mismatches for key in each.unexpected),
         )
 

@@ -22,10 +22,14 @@ BatchTokens = npt.NDArray[np.integer[Any]]
 
 
 class MegatronLogits(NamedTuple):
-    """Logits, float32 [batch, sequence, padded vocabulary], and those of the multi-token prediction layers in order."""
+    """Logits, float32 [batch, sequence, padded vocabulary], and those of the multi-token prediction layers in order.
+
+    `other` are the keys besides those of weights, such as extra states, that only the model or the checkpoint has.
+    """
 
     logits: npt.NDArray[np.float32]
     mtp: tuple[npt.NDArray[np.float32], ...]
+    other: tuple[str, ...] = ()
 
 
 def megatron_logits(
@@ -47,10 +51,11 @@ def megatron_logits(
     refuse_unloadable(folder)
     layout = layout or Layout()
     ranks = run_ranks(layout.world_size, _rank_logits, folder, tokens, args, layout, settings)
-    if problems := _problems(Mismatch.union([mismatch for mismatch, _ in ranks]), folder):
+    mismatch = Mismatch.union([each for each, _ in ranks])
+    if problems := _problems(mismatch, folder):
         raise ReshardError(problems)
     *mtp, logits = next(outputs for _, outputs in ranks if outputs)
-    return MegatronLogits(logits, tuple(mtp))
+    return MegatronLogits(logits, tuple(mtp), mismatch.other)
 
 
 def _problems(mismatch: Mismatch, folder: Path) -> list[Problem]:
