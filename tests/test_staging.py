@@ -15,7 +15,7 @@ import pytest
 from reshard.base.errors import Problem, ReshardError
 from reshard.transfer import locks
 from reshard.transfer.leftovers import recover, set_aside
-from reshard.transfer.run_files import put_aside
+from reshard.transfer.run_files import move_aside
 from reshard.transfer.staging import staged
 from tests.commandline import reshard as command
 from tests.staging import LEFT, names, write
@@ -185,7 +185,7 @@ def test_an_old_folder_that_something_else_replaced_is_never_removed(tmp_path: P
     recover(tmp_path / "dst")
     write(tmp_path / "dst", "new", overwrite=True)
     assert names(tmp_path) == {"dst", f".dst.replaced-{LEFT}"} and names(tmp_path / "dst") == {"new"}
-    assert put_aside(tmp_path / "dst") == [tmp_path / f".dst.replaced-{LEFT}"]
+    assert move_aside(tmp_path / "dst") == [tmp_path / f".dst.replaced-{LEFT}"]
     shutil.rmtree(tmp_path / "dst")
     recover(tmp_path / "dst")
     assert names(tmp_path) == {"dst"} and names(tmp_path / "dst") == {"precious"}
@@ -217,7 +217,7 @@ def test_where_nothing_can_be_renamed_the_old_folder_stays_and_is_named(
     with pytest.raises(ReshardError, match=said) as caught:
         write(tmp_path / "dst", "new", overwrite=True)
     monkeypatch.undo()
-    old = put_aside(tmp_path / "dst")
+    old = move_aside(tmp_path / "dst")
     assert names(tmp_path) == left | {path.name for path in old}
     assert sum(names(folder) == {"old"} for folder in (*old, *tmp_path.glob("dst"))) == 1
     assert os.strerror(refused) in str(caught.value.problems[0].found)
@@ -313,7 +313,7 @@ def test_two_runs_that_replace_the_same_folder_at_the_same_moment(
     monkeypatch.setattr(Path, "rename", meanwhile)
     with pytest.raises(ReshardError, match="another process created") as caught:
         write(tmp_path / "dst", "new", overwrite=True)
-    (kept,) = put_aside(tmp_path / "dst")
+    (kept,) = move_aside(tmp_path / "dst")
     assert caught.value.problems[0].found == f"other; what was there before is now {kept}"
     assert names(tmp_path / "dst") == {"other"} and names(kept) == {"old"}
     assert names(tmp_path) == {"dst", kept.name}

@@ -72,7 +72,7 @@ def test_a_head_that_is_missing_although_it_is_not_tied(hf_model: Callable[..., 
     tensors.pop("lm_head.weight", None)
     save_file(tensors, path, {"format": "pt"})
     change(folder / "config.json", tie_word_embeddings=False)
-    assert "lm_head.weight" in json.dumps([finding.told("en") for finding in reshard.diagnose(folder)])
+    assert "lm_head.weight" in json.dumps([finding.in_language("en") for finding in reshard.diagnose(folder)])
 
 
 def test_an_adapter_whose_base_is_not_there(hf_model: Callable[..., Path], tmp_path: Path) -> None:

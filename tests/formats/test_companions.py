@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, dynamic_module_utils
 
 from reshard.base.errors import ReshardError
 from reshard.folders import companions
-from reshard.folders.companions import Companions, check, find_companions, output_file
+from reshard.folders.companions import Companions, check_companions, find_companions, output_file
 from reshard.transfer import source_files
 from reshard.transfer.source_files import Sources
 from tests.genuine.huggingface import make_model
@@ -260,7 +260,7 @@ def test_json_that_could_not_be_loaded_is_named(content: bytes, tmp_path: Path) 
     )
     files = {path.name: path for path in tmp_path.iterdir()}
     with pytest.raises(ReshardError) as caught:
-        check(Companions(files))
+        check_companions(Companions(files))
     damaged = [problem.file for problem in caught.value.problems]
     assert sorted(map(str, damaged)) == sorted(str(tmp_path / name) for name in [*names, "tokenizer.model"])
 
@@ -275,11 +275,11 @@ def test_large_json_is_looked_through(
     monkeypatch.setattr(Sources, "fits", lambda self, nbytes: nbytes < 10 * companions.JSON_WEIGHT)
     monkeypatch.setattr(source_files, "WINDOW_BYTES", 3)
     write(tmp_path, tokenizer__json=' {"a": "\u20ac\u20ac"}\n ', vocab__json="{}")
-    found = check(find_companions(Sources(), tmp_path))
+    found = check_companions(find_companions(Sources(), tmp_path))
     assert found.unparsed == ("tokenizer.json",) and "tokenizer.json" in found.notes[0]
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ReshardError, match=r"tokenizer\.json cannot be read"):
-        check(find_companions(Sources(), tmp_path))
+        check_companions(find_companions(Sources(), tmp_path))
 
 
 def test_a_large_companion_is_copied_and_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ def test_a_large_companion_is_copied_and_not_loaded(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Sources, "fits", lambda self, nbytes: nbytes < size)
     tracemalloc.start()
     try:
-        found = check(find_companions(Sources(), tmp_path))
+        found = check_companions(find_companions(Sources(), tmp_path))
         planned = [output_file(name, path, Sources()) for name, path in found.files.items()]
         _, peak = tracemalloc.get_traced_memory()
     finally:

@@ -16,7 +16,7 @@ import pytest
 from reshard.base.errors import Problem
 from reshard.runs.checks.command.read_command import read_command
 from reshard.runs.guard.before import resources
-from reshard.runs.guard.before.command_checks import Checked, check
+from reshard.runs.guard.before.command_checks import Checked, check_command
 from tests.environments import python
 from tests.guard.commands import FILES
 
@@ -44,7 +44,7 @@ def checked(line: str, folder: Path, **variables: str) -> Checked:
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         "HF_HOME": str(folder),
     }
-    return check(read_command(shlex.split(line), {**environment, **variables}, folder))
+    return check_command(read_command(shlex.split(line), {**environment, **variables}, folder))
 
 
 def the(code: str, found: Checked) -> Problem:

@@ -13,7 +13,7 @@ from reshard.formats.contract import CheckpointKind
 __all__ = ["Adapter", "LowRankPair", "find", "find_settings", "kind_of", "merged", "quantized_base"]
 
 
-def kind_of(checkpoint: Checkpoint) -> CheckpointKind:
+def checkpoint_kind(checkpoint: Checkpoint) -> CheckpointKind:
     """What a checkpoint contains: with low-rank pairs among its tensors, it is an adapter."""
     if from_megatron.holds_pairs(checkpoint):
         return CheckpointKind.FUSED_ADAPTER

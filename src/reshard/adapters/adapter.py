@@ -56,7 +56,7 @@ class Adapter:
     settings: AdapterSettings = field(default_factory=AdapterSettings)
     others: int = 0
 
-    def called(self, name: Callable[[str], str]) -> Adapter:
+    def renamed(self, name: Callable[[str], str]) -> Adapter:
         """The same with each name replaced by `name(...)`, which changes only its beginning."""
 
         def module(path: str) -> str:

@@ -197,7 +197,7 @@ def _twice(module: str, weight: str) -> Problem:
 # ------------------------------------------------------------------------------------------- the layouts
 
 
-def apart(experts: ExpertChanges) -> Iterator[tuple[str, ScaledPair]]:
+def experts_apart(experts: ExpertChanges) -> Iterator[tuple[str, ScaledPair]]:
     """A change for each linear of each expert, by its name."""
     for (index, role), change in experts.filled().items():
         if role != GATE_UP:

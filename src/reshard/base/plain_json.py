@@ -37,7 +37,7 @@ def json_of(content: bytes) -> Any:
 _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
 
 
-def kind_of(value: Any) -> str:
+def json_kind(value: Any) -> str:
     """What a value of JSON is, in the words of JSON."""
     return _KINDS.get(type(value), "a number")
 

@@ -67,7 +67,7 @@ def opened(on: str) -> Iterator[Executor]:
         executor.close()
 
 
-def check(on: str, folder: Path) -> None:
+def check_executor(on: str, folder: Path) -> None:
     """Raise ReshardError if no executor is named `on`, if its package is missing, or if it cannot write to `folder`."""
     kind, _ = _parsed(on)
     if kind is Slurm:

@@ -40,11 +40,11 @@ from reshard.transfer.leftovers import recover, reusable
 from reshard.transfer.memory_budget import MemoryMeter, ThreadShare, shared
 from reshard.transfer.overflow import overflow_problem
 from reshard.transfer.plan import Plan
-from reshard.transfer.run_files import put_aside
+from reshard.transfer.run_files import move_aside
 from reshard.transfer.run_state import RunTotals
 from reshard.transfer.staging import staged
 from reshard.transfer.unfinished_marker import marker_in
-from reshard.transfer.uploading import Uploads, room, staging_folder, uploading
+from reshard.transfer.uploading import Uploads, staging_folder, upload_memory, uploading
 
 
 @dataclass(frozen=True, repr=False)
@@ -408,7 +408,7 @@ def _check_bucket(
     )
     problems = bucket_problems(plan.sources.paths, bucket.url, names, foreign=foreign)
     sizes = {file.path: file.size for file in plan.files}
-    needed = room(sizes, _last(plan), len(sizes) if threads is None else threads)
+    needed = upload_memory(sizes, _last(plan), len(sizes) if threads is None else threads)
     place = staging_folder(bucket)
     too_small = space_problems(place, needed - reusable(place))
     problems += [] if dry_run else too_small
@@ -445,7 +445,7 @@ def _kept(target: Path) -> list[Problem]:
             remedy="remove it if you no longer need it",
             severity="warning",
         )
-        for path in put_aside(target)
+        for path in move_aside(target)
     ]
 
 

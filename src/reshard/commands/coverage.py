@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from reshard.adapters import kind_of
+from reshard.adapters import checkpoint_kind
 from reshard.algebra.dtypes import DType
 from reshard.algebra.multisets import Multiset, total
 from reshard.algebra.storage import Storage
@@ -312,7 +312,7 @@ class _Held:
     def _of_base(self, folder: Path) -> dict[str, Tensor]:
         """The tensors of a base: all for an adapter, and for a model those that complete it."""
         found = open_checkpoint(folder).tensors
-        if kind_of(self._checkpoint) is not CheckpointKind.MODEL:
+        if checkpoint_kind(self._checkpoint) is not CheckpointKind.MODEL:
             return found
         return {name: each for name, each in found.items() if any(map(self._counts, storages_of(each.view)))}
 

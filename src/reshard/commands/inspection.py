@@ -16,7 +16,7 @@ from reshard.families.sized_family import Model
 from reshard.folders import iterations
 from reshard.folders.allowed_paths import is_here
 from reshard.folders.base_hints import BASE, find_hints
-from reshard.folders.companions import check, find_companions
+from reshard.folders.companions import check_companions, find_companions
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface, open_checkpoint, written
 from reshard.formats.checkpoint import Checkpoint
@@ -131,7 +131,7 @@ def inspect_checkpoint(
         checkpoint = open_checkpoint(path, iteration, sources=sources)
     on_step("checking names and shapes")
     path = path if iteration is None else checkpoint.path  # so that the next command names the same step
-    kind = adapters.kind_of(checkpoint)
+    kind = adapters.checkpoint_kind(checkpoint)
     if kind is CheckpointKind.FUSED_ADAPTER:
         return _inspect_fused_adapter(checkpoint, path)
     if kind is CheckpointKind.ADAPTER:
@@ -249,7 +249,7 @@ def _declared_type(checkpoint: Checkpoint) -> str | None:
 def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Problem]:
     """What is missing next to the weights, unless the engine's own config contains what `config.json` would."""
     there = find_companions(checkpoint.sources, *checkpoint.folders)
-    check(there)
+    check_companions(there)
     problems = []
     if not has_config:
         problems.append(

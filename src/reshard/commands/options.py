@@ -124,7 +124,7 @@ class RunOptions(OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
                 remedy="leave out one of them",
             )
         if self.on is not None:
-            executors.check(self.on, target)
+            executors.check_executor(self.on, target)
         if isinstance(target, StorePath):
             Bucket(target)  # raises if nothing can be written there
             if self.push:

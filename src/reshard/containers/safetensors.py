@@ -18,7 +18,7 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import UNUSABLE, Problem, ReshardError
-from reshard.base.plain_json import json_of, kind_of
+from reshard.base.plain_json import json_kind, json_of
 from reshard.containers.torchfiles.untrusted import shape_of, sizes
 from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.source_files import Sources
@@ -51,7 +51,7 @@ def read_header(path: Path, sources: Sources) -> tuple[dict[str, Any], dict[str,
     except ValueError as error:
         raise _broken(path, "a JSON header", str(error)) from None
     if not isinstance(header, dict):
-        raise _broken(path, "a JSON object", kind_of(header))
+        raise _broken(path, "a JSON object", json_kind(header))
     metadata = header.pop("__metadata__", None)
     return header, metadata if isinstance(metadata, dict) else {}, 8 + length
 

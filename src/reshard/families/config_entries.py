@@ -35,7 +35,7 @@ class ConfigEntry(ABC):
     def to_config(self, args: Args) -> Values:
         """The config that expresses `args`."""
 
-    def told(self, wanted: Args, args: Args) -> Values:
+    def completed(self, wanted: Args, args: Args) -> Values:
         """The config that expresses `args`, with missing arguments taken from `wanted`."""
         return self.to_config({**wanted, **args})
 
@@ -100,7 +100,7 @@ class Key(ConfigEntry):
         inverse = self.values and {new: old for old, new in self.values.items()}
         return {self.key: _translate(self.arg, value, inverse)}
 
-    def told(self, wanted: Args, args: Args) -> Values:
+    def completed(self, wanted: Args, args: Args) -> Values:
         return self.to_config(args if any(name in args for name in (self.arg, *self.also)) else wanted)
 
     def spellings(self) -> tuple[str, ...]:

@@ -120,7 +120,9 @@ def differences(table: ConfigMap, config: Config, args: Args) -> list[ConfigDiff
     """
     wanted = table.to_args(config)
     expected = table.to_config(wanted)
-    said = {key: (value, entry) for entry in table.entries for key, value in entry.told(wanted, args).items()}
+    said = {
+        key: (value, entry) for entry in table.entries for key, value in entry.completed(wanted, args).items()
+    }
     return [
         ConfigDifference(
             key, expected[key], value, moves_weights(table, config, key, value), entry.to_args(config)

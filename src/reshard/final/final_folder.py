@@ -96,7 +96,7 @@ def final_of(found: FoundCheckpoint, place: Path, request: FinalRequest = FinalR
     return FinalFolder(place if published.right else draft, tuple(checks))
 
 
-def missing(place: Path, where: Path) -> FinalFolder:
+def without_checkpoint(place: Path, where: Path) -> FinalFolder:
     """The failed check of a run that left no checkpoint with complete weights."""
     problem = Problem(
         "final-checkpoint-missing",
@@ -129,7 +129,7 @@ def _checks(found: FoundCheckpoint, draft: Path, request: FinalRequest) -> Itera
         yield opened
         return
     checkpoint = open_checkpoint(found.path)
-    is_adapter = adapters.kind_of(checkpoint) is not CheckpointKind.MODEL
+    is_adapter = adapters.checkpoint_kind(checkpoint) is not CheckpointKind.MODEL
     base = _base_of(checkpoint, request, is_adapter=is_adapter)
 
     def converted() -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError, understood
-from reshard.base.plain_json import JSON_MOST, JSON_WEIGHT, MAX_CODE_BYTES, json_of, kind_of, to_json
+from reshard.base.plain_json import JSON_MOST, JSON_WEIGHT, MAX_CODE_BYTES, json_kind, json_of, to_json
 from reshard.folders.allowed_paths import belongs
 from reshard.stores import as_path
 from reshard.transfer.plan import OutputFile
@@ -110,7 +110,7 @@ class Companions:
             "errors in its JSON are not detected"
             for name in self.unparsed
         ]
-        return [*(code if self.code else []), *large, *told(self.left_out)]
+        return [*(code if self.code else []), *large, *links_note(self.left_out)]
 
     @property
     def config(self) -> dict[str, Any] | None:
@@ -194,15 +194,17 @@ def find_companions(sources: Sources, *folders: str | Path) -> Companions:
 
 def links_out_of(folder: Path, sources: Sources) -> list[str]:
     """A note for each companion in `folder` that is a link out of the folder, which is not followed."""
-    return told(path for path in _plain_of(folder) if path.is_file() and not belongs(path, folder, sources))
+    return links_note(
+        path for path in _plain_of(folder) if path.is_file() and not belongs(path, folder, sources)
+    )
 
 
-def told(links: Iterable[Path]) -> list[str]:
+def links_note(links: Iterable[Path]) -> list[str]:
     """A note for each link that is not followed."""
     return [f"skipped: {path} is a link to a file outside its folder, {path.resolve()}" for path in links]
 
 
-def check(companions: Companions) -> Companions:
+def check_companions(companions: Companions) -> Companions:
     """Raise ReshardError naming every companion that could not be loaded; return them with `unparsed` filled in."""
     files = sorted(companions.files.items())
     large = tuple(
@@ -375,7 +377,7 @@ def read_object(path: Path, sources: Sources) -> dict[str, Any]:
     except ValueError as error:
         raise _unreadable(path, str(error)) from error
     if not isinstance(content, dict):
-        raise _unreadable(path, kind_of(content))
+        raise _unreadable(path, json_kind(content))
     return content
 
 

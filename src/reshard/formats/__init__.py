@@ -295,7 +295,7 @@ def _without_links(
     linked = [folder for folder in beside if folder.is_symlink()]
     kept = tuple(folder for folder in beside if folder not in linked)
     notes = [note for folder in (*kept, root) for note in companions.links_out_of(folder, sources)]
-    return kept, [*companions.told(linked), *notes]
+    return kept, [*companions.links_note(linked), *notes]
 
 
 def _other_weights(name: str, folder: Path) -> list[str]:

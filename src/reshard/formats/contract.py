@@ -103,19 +103,19 @@ class Request:
         assert self.model is not None
         return self.model
 
-    def called(self, plain: str) -> str:
+    def name_of(self, plain: str) -> str:
         """The name on the Hub, or in a live model, of the tensor that a plain language model calls `plain`."""
         family = self.model.family if self.model else None
         name = family.hub_name(plain) if family else plain
         return family.live.to_live(name) if family and family.live and self.is_in_memory else name
 
     @cached_property
-    def again(self) -> Mapping[str, str]:
+    def tied_names(self) -> Mapping[str, str]:
         """The names that a live model has for weights that it has under another name, too, which is the value."""
         live = live_names(self.config, self.model.family.name if self.model else None)
         if live and live.tied and not self.model:
             return live.tied
-        return {self.called(HEAD): self.called(EMBEDDING)} if self.tied else {}
+        return {self.name_of(HEAD): self.name_of(EMBEDDING)} if self.tied else {}
 
     @property
     def tied(self) -> bool:

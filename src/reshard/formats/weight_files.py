@@ -16,7 +16,7 @@ from typing import Any
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.base.plain_json import JSON_MOST, json_of, kind_of
+from reshard.base.plain_json import JSON_MOST, json_kind, json_of
 from reshard.containers import distributed_safetensors
 from reshard.containers.file_names import below
 from reshard.stores import as_path
@@ -151,15 +151,15 @@ def _weight_map(index: Path, sources: Sources) -> dict[str, str]:
 def _names_of_files(content: Any) -> dict[str, str]:
     """The `weight_map` of an index. Raises ValueError that says what is there instead."""
     if not isinstance(content, dict):
-        raise ValueError(kind_of(content))
+        raise ValueError(json_kind(content))
     if "weight_map" not in content:
         raise ValueError("an object without weight_map")
     named = content["weight_map"]
     if not isinstance(named, dict):
-        raise ValueError(f"{kind_of(named)} as weight_map")
+        raise ValueError(f"{json_kind(named)} as weight_map")
     for name, file in named.items():
         if not isinstance(file, str):
-            raise ValueError(f"{kind_of(file)} as the file of {name}")
+            raise ValueError(f"{json_kind(file)} as the file of {name}")
     return named
 
 

@@ -27,7 +27,7 @@ from reshard.formats.quantization import (
     refusal,
 )
 from reshard.model import bitsandbytes
-from reshard.model.weight_kinds import disagreements, is_outer, kind_of, module_of
+from reshard.model.weight_kinds import disagreements, is_outer, module_of, weight_kind
 from reshard.transfer.elements import castable
 
 FLOAT32 = dtype("float32")
@@ -127,7 +127,7 @@ class _Dequantizer:
         told = self.settings.of(module_of(name))
         key = (weight.scheme, self._tensors[weight.values].dtype, told)
         if key not in self._kinds:
-            self._kinds[key] = kind_of(weight, told, self._found, self._tensors)
+            self._kinds[key] = weight_kind(weight, told, self._found, self._tensors)
         return told, self._kinds[key]
 
     def plain(self, name: str, weight: QuantizedWeight) -> Tensor | Problem:

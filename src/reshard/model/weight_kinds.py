@@ -33,7 +33,7 @@ _FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantiz
 """The formats of compressed-tensors whose weights are values times scales."""
 
 
-def kind_of(
+def weight_kind(
     weight: QuantizedWeight, told: ModuleQuantization, found: Quantization, tensors: Mapping[str, Tensor]
 ) -> WeightKind | None:
     """What values and scales of a weight mean; None if it is not known."""

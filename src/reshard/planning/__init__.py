@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from reshard.adapters import kind_of
+from reshard.adapters import checkpoint_kind
 from reshard.base.errors import along_with
 from reshard.formats import huggingface, open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
@@ -59,7 +59,7 @@ def planned_tensors(checkpoint: Checkpoint, options: ConversionOptions) -> HubTe
 
     No files are planned, and no tokenizer is needed. Raises ReshardError.
     """
-    is_model = options.merge or kind_of(checkpoint) is CheckpointKind.MODEL
+    is_model = options.merge or checkpoint_kind(checkpoint) is CheckpointKind.MODEL
     wanted = replace(options, to=huggingface.NAME if is_model else peft.NAME, no_tokenizer=True)
     prepared = prepared_source(conversion_source(checkpoint.path, checkpoint, wanted, planned_tensors))
     contents = contents_of(prepared)

@@ -87,7 +87,7 @@ def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, 
             del base[BASE_WEIGHTS]
         return replace(request, tensors=tensors, adapter=settings), base, []
     if live := request.model.family.live:
-        adapter = adapter.called(live.begun_on_hub)
+        adapter = adapter.renamed(live.begun_on_hub)
     found = linears(adapter, request.model.binding(), same_bytes)
     shared = (dict.fromkeys(pair.a for pair in each.pairs.values()) for each in found.values() if each.shared)
     base[SHARED] = sum(a.nbytes for different in shared for a in [*different][1:])

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reshard.adapters import kind_of
+from reshard.adapters import checkpoint_kind
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Replica, Tensor, cells_of
 from reshard.algebra.views import View
@@ -128,7 +128,7 @@ def _opened(last: Checkpoint, average: AverageOf, options: ConversionOptions) ->
             "the merged models",
         )
         for each in found
-        if kind_of(each) is not CheckpointKind.MODEL
+        if checkpoint_kind(each) is not CheckpointKind.MODEL
     ]
     if problems:
         raise ReshardError(problems)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from reshard.adapters import kind_of
+from reshard.adapters import checkpoint_kind
 from reshard.base.errors import ReshardError
 from reshard.base.options import options_of
 from reshard.folders import companions
@@ -43,7 +43,7 @@ def conversion_source(
         checkpoint = averaged_source.averaged_source(checkpoint, options, hub_tensors_of)
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
-    kind = CheckpointKind.MODEL if options.state_dict else kind_of(checkpoint)
+    kind = CheckpointKind.MODEL if options.state_dict else checkpoint_kind(checkpoint)
     if kind is CheckpointKind.FUSED_ADAPTER:
         checkpoint, kind = merged_source.hub_adapter(checkpoint, options), CheckpointKind.ADAPTER
     if options.merge:

@@ -50,7 +50,7 @@ def merged_source(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[C
     own = config_of(origin) or {}
     family = declared(own.get("model_type"))
     if family:  # whether a tensor is embedding or head is recognized by its name in a plain language model
-        adapter = adapter.called(family.plain_name)
+        adapter = adapter.renamed(family.plain_name)
         weights = {family.plain_name(name): tensor for name, tensor in weights.items()}
     dropped[OTHER_ADAPTERS] += adapter.others
     result = adapters.merged(

@@ -27,7 +27,9 @@ from reshard.version import __version__
 
 def find_companions(checkpoint: Checkpoint, request: Request) -> companions.Companions:
     """The source's companions. Raises ReshardError naming files that cannot be loaded."""
-    return companions.check(_companions(checkpoint, request.options, is_adapter=request.adapter is not None))
+    return companions.check_companions(
+        _companions(checkpoint, request.options, is_adapter=request.adapter is not None)
+    )
 
 
 def _companions(

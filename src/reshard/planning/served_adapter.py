@@ -16,8 +16,8 @@ from reshard.adapters.adapter_changes import (
     AdapterChanges,
     ExpertChanges,
     ScaledPair,
-    apart,
     changes,
+    experts_apart,
     inputs_first,
     stacked,
 )
@@ -107,7 +107,7 @@ def served(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str,
     adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
     base = _base(checkpoint, adapter, request)
     if base.family:
-        adapter = adapter.called(base.family.plain_name)
+        adapter = adapter.renamed(base.family.plain_name)
     found = changes(adapter, base.weights, turned=bool(base.family and base.family.turned_pairs))
     problems = [*found.problems, *engine.problems(engine, adapter, found, _type(base))]
     problems += resized(engine, adapter, base.weights) if engine.name != PEFT else []
@@ -190,7 +190,7 @@ class _ServedChanges:
             if (live in stacks) if in_memory else engine.stacks(_type(base)):
                 self._stack(own, live if in_memory else own.module, turned=stacks.get(live, False))
             else:
-                self.modules |= dict(apart(own))
+                self.modules |= dict(experts_apart(own))
 
     def _stack(self, experts: ExpertChanges, module: str, *, turned: bool) -> None:
         try:

@@ -37,7 +37,7 @@ class Address(NamedTuple):
     query: str = ""
 
 
-def shown(scheme: str, rest: str, kind: StoreKind) -> str:
+def shown_address(scheme: str, rest: str, kind: StoreKind) -> str:
     """The URL that names a file or folder, in one spelling. Raises ReshardError if it names nothing."""
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if not parts or "\0" in rest:

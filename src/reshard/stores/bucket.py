@@ -16,7 +16,7 @@ from reshard.stores.address import StoreKind
 from reshard.stores.file_info import FileInfo
 from reshard.stores.object_stores import ObjectStore, entry_of
 from reshard.stores.path import StorePath
-from reshard.stores.store_errors import DENIED_STATUSES, missing, retried, status_of
+from reshard.stores.store_errors import DENIED_STATUSES, missing_package, retried, status_of
 
 SMALLEST, LARGEST, PARTS = 5 << 20, 64 << 20, 9_000
 """Part sizes in bytes, and parts per file: S3 allows 10,000 of at least 5 MiB (the last one may be smaller)."""
@@ -122,7 +122,7 @@ class Bucket:
                     call("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
 
     def _asked(self, url: str, what: str) -> AbstractContextManager[None]:
-        return asked(url, what, self._store.kind)
+        return store_requests(url, what, self._store.kind)
 
     @property
     def _fs(self) -> Any:
@@ -162,7 +162,7 @@ def _passed(on_bytes: Callable[[int], None], is_stopped: Callable[[], bool]) -> 
 
 
 @contextmanager
-def asked(url: str, what: str, kind: StoreKind) -> Iterator[None]:
+def store_requests(url: str, what: str, kind: StoreKind) -> Iterator[None]:
     """Raise ReshardError for anything that a store, its package or the network refuses."""
     try:
         yield
@@ -181,7 +181,7 @@ def asked(url: str, what: str, kind: StoreKind) -> Iterator[None]:
             remedy="create the bucket, or correct its name",
         ) from None
     except ImportError as error:
-        raise missing(url, kind, error) from error
+        raise missing_package(url, kind, error) from error
     except ReshardError as error:
         raise error from error.__cause__ if isinstance(error.__cause__, OSError) else _passing()
     except Exception as error:

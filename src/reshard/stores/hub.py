@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from reshard.base import schemes
 from reshard.base.errors import ReshardError
-from reshard.stores.address import Address, StoreKind, shown, with_password
+from reshard.stores.address import Address, StoreKind, shown_address, with_password
 from reshard.stores.checkpoint_names import declared
 from reshard.stores.file_info import FileInfo
 from reshard.stores.range_responses import TIMEOUT_SECONDS, RangeRequest, ResponseBody
@@ -42,7 +42,7 @@ class HubStore(Store):
         scheme, _, rest = url.partition("://")
         if _PASSWORD.match(rest):
             raise with_password(scheme, cls.kind)
-        return Address(scheme, shown(scheme, rest, cls.kind))
+        return Address(scheme, shown_address(scheme, rest, cls.kind))
 
     def __init__(self, url: str) -> None:
         super().__init__(url)

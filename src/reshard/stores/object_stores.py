@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from reshard.base import schemes
-from reshard.stores.address import Address, StoreKind, shown, with_password
+from reshard.stores.address import Address, StoreKind, shown_address, with_password
 from reshard.stores.file_info import ANY_FOLDER, FileInfo
 from reshard.stores.range_responses import RangeRequest
 from reshard.stores.store import Store
@@ -37,7 +37,7 @@ class ObjectStore(Store):
         scheme, _, rest = url.partition("://")
         if cls.user.match(rest):
             raise with_password(scheme, cls.kind)
-        return Address(scheme, shown(scheme, rest, cls.kind))
+        return Address(scheme, shown_address(scheme, rest, cls.kind))
 
     @cached_property
     def fs(self) -> Any:

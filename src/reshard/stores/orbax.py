@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from reshard.base.errors import ReshardError
 from reshard.base.missing_packages import install_command
-from reshard.stores.address import Address, StoreKind, shown
+from reshard.stores.address import Address, StoreKind, shown_address
 from reshard.stores.file_info import FileInfo, Stamp
 from reshard.stores.open_file import LocalFile, OpenFile
 from reshard.stores.range_responses import RangeRequest
@@ -193,7 +193,7 @@ class OrbaxStore(Store):
     @classmethod
     def address(cls, url: str) -> Address:
         scheme, _, rest = url.partition("://")
-        return Address(scheme, shown(scheme, rest, cls.kind))
+        return Address(scheme, shown_address(scheme, rest, cls.kind))
 
     @classmethod
     def holding(cls, place: Address) -> OrbaxStore:

@@ -140,7 +140,7 @@ class StorePath(PosixPath):
 
     def _top(self) -> int:
         is_whole = self.parts[0].endswith(":")
-        return 1 + registry.kind_of(str(self)).top(str(self)) if is_whole else 1
+        return 1 + registry.store_class(str(self)).top(str(self)) if is_whole else 1
 
 
 class _RawFile(io.RawIOBase):

@@ -41,7 +41,7 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
-def kind_of(url: str) -> type[Store]:
+def store_class(url: str) -> type[Store]:
     """The kind of store that a URL names."""
     return SCHEMES[url.partition("://")[0]]
 
@@ -49,7 +49,7 @@ def kind_of(url: str) -> type[Store]:
 def parsed(url: str) -> Address:
     """The parts of a store's URL, or of a model's page on the Hub. Raises ReshardError if it names nothing."""
     url = url_of_page(url) or url
-    return kind_of(url).address(url)
+    return store_class(url).address(url)
 
 
 def check_local(text: str) -> None:

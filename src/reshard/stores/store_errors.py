@@ -85,7 +85,7 @@ def translated(url: str, kind: StoreKind) -> Iterator[None]:
             raise
         raise FileNotFoundError(2, "No such file or directory", url) from error
     except ImportError as error:
-        raise missing(url, kind, error) from error
+        raise missing_package(url, kind, error) from error
     except Exception as error:
         status = status_of(error)
         if status == 404:
@@ -126,7 +126,7 @@ def words_of(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:MAX_ERROR_CHARACTERS]
 
 
-def missing(url: str, kind: StoreKind, error: ImportError) -> ReshardError:
+def missing_package(url: str, kind: StoreKind, error: ImportError) -> ReshardError:
     """The error for a package that is not installed."""
     return ReshardError(
         "store-package-not-installed",

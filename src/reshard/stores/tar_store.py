@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from reshard.stores import tar_members
-from reshard.stores.address import Address, StoreKind, shown
+from reshard.stores.address import Address, StoreKind, shown_address
 from reshard.stores.file_info import ANY_FOLDER, FileInfo, Stamp
 from reshard.stores.open_file import LocalFile, OpenFile
 from reshard.stores.range_responses import RangeRequest
@@ -29,7 +29,7 @@ class ArchiveStore(Store):
     @classmethod
     def address(cls, url: str) -> Address:
         scheme, _, rest = url.partition("://")
-        return Address(scheme, shown(scheme, rest, cls.kind))
+        return Address(scheme, shown_address(scheme, rest, cls.kind))
 
     @classmethod
     def holding(cls, place: Address) -> ArchiveStore:

@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 from reshard.base import schemes
 from reshard.base.errors import ReshardError
 from reshard.base.plain_json import JSON_MOST, json_of
-from reshard.stores.address import Address, StoreKind, incomplete, shown
+from reshard.stores.address import Address, StoreKind, incomplete, shown_address
 from reshard.stores.checkpoint_names import declared
 from reshard.stores.file_info import FileInfo
 from reshard.stores.range_responses import DOWNLOAD_INSTEAD, TIMEOUT_SECONDS, RangeRequest, ResponseBody
@@ -73,7 +73,9 @@ class WebStore(Store):
         userinfo, _, host = split.netloc.rpartition("@")
         if ":" in unquote(userinfo.partition(":")[0]):
             raise incomplete(scheme, cls.kind, "a user's name with a colon")
-        return Address(scheme, shown(scheme, host + unquote(split.path), cls.kind), userinfo, split.query)
+        return Address(
+            scheme, shown_address(scheme, host + unquote(split.path), cls.kind), userinfo, split.query
+        )
 
     def __init__(self, url: str) -> None:
         super().__init__(url)

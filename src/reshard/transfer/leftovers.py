@@ -22,8 +22,8 @@ from reshard.transfer.run_files import (
     REPLACED,
     is_locked,
     locked,
+    move_aside,
     partials,
-    put_aside,
 )
 
 
@@ -42,12 +42,12 @@ def recover(target: Path) -> None:
     What may belong to an active run is left alone, and what can be continued is kept.
     """
     target = Path(os.path.realpath(target))
-    if not (partials(target) or put_aside(target)):
+    if not (partials(target) or move_aside(target)):
         return
     with suppress(ReshardError, OSError), locked(target) as has_locks:
         for staging in partials(target) if has_locks else ():
             _finish(staging, target)
-        replaced = put_aside(target)
+        replaced = move_aside(target)
         if replaced and not (target.exists() and (not target.is_dir() or any(target.iterdir()))):
             replaced[0].rename(target)  # this also replaces an empty folder
         for leftover in partials(target) if has_locks else ():
@@ -60,7 +60,7 @@ def _finish(staging: Path, target: Path) -> None:
     if not (staging / ASIDE).is_file() or (staging / OUTPUT).exists() or not target.exists():
         return
     name = (staging / ASIDE).read_text()
-    for old in put_aside(target):
+    for old in move_aside(target):
         if old.name == name:
             old.rename(staging / REPLACED)
 
@@ -86,7 +86,7 @@ def set_aside(target: Path) -> list[SetAside]:
     target = Path(os.path.realpath(target))
     live, place = is_locked(target), shlex.quote(str(target))
     found = []
-    for folder in put_aside(target):
+    for folder in move_aside(target):
         name = shlex.quote(str(folder))
         away = f"mv {place} {shlex.quote(f'{target}.new')} && " if target.exists() else ""
         commands = ("", "") if live else (f"{away}mv {name} {place}", f"rm -r {name}")

@@ -34,7 +34,7 @@ def partials(target: Path) -> list[Path]:
     return _beside(target, "partial")
 
 
-def put_aside(target: Path) -> list[Path]:
+def move_aside(target: Path) -> list[Path]:
     """Old folders that were moved aside and not put back, the latest first."""
     return sorted(_beside(target, "replaced"), key=lambda path: path.lstat().st_ctime, reverse=True)
 

@@ -45,7 +45,7 @@ def staging_folder(bucket: Bucket) -> Path:
     return Path(tempfile.gettempdir()).resolve() / f"reshard-{os.getuid()}" / name
 
 
-def room(sizes: Mapping[str, int], last: Collection[str], threads: int) -> int:
+def upload_memory(sizes: Mapping[str, int], last: Collection[str], threads: int) -> int:
     """Most bytes stored locally at a time: a file per thread, and those that wait for the others."""
     largest = sorted((nbytes for name, nbytes in sizes.items() if name not in last), reverse=True)
     return sum(largest[:threads]) + sum(sizes[name] for name in last)

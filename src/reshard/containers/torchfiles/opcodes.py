@@ -46,7 +46,7 @@ def _widths() -> tuple[list[int], dict[int, int], dict[int, int]]:
 _PUSHES, _COUNTED, _LINES = _widths()
 
 
-def check(data: bytes) -> None:
+def check_opcodes(data: bytes) -> None:
     """Raise ValueError if the pickle `data` requests more memory than it can fill, or sets a key that is too heavy.
 
     If it ends early or has an unknown opcode, the unpickler reports that.

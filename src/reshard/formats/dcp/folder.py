@@ -375,7 +375,7 @@ class DcpWriting(Writing):
         for tensor in tensors:
             writer.name((MODEL_KEY, tensor.name), writer.add(tensor))
         stored = writer.metadata.tensors
-        for again, name in self.request.again.items():
+        for again, name in self.request.tied_names.items():
             if f"{MODEL_KEY}.{again}" not in stored and f"{MODEL_KEY}.{name}" in stored:
                 writer.name(
                     (MODEL_KEY, again), stored[f"{MODEL_KEY}.{name}"]

@@ -26,7 +26,7 @@ from reshard.containers.torchfiles.read import read_dict, scalar
 from reshard.containers.torchfiles.untrusted import MAX_NUMBER
 from reshard.formats.checkpoint import OptimizerStates, settings_of
 from reshard.formats.contract import MOMENTS
-from reshard.formats.fsdp_ranks.rank_files import RankFiles, missing
+from reshard.formats.fsdp_ranks.rank_files import RankFiles, missing_rank
 from reshard.formats.fsdp_ranks.tensor_parts import find_parts, joined
 from reshard.transfer.source_files import Sources
 
@@ -211,7 +211,7 @@ class SavedOptimizer:
         }
         there = {rank: path for rank, path in ranks.items() if path.is_file()}
         files = RankFiles(self.files.save.replace(MODEL, OPTIM, 1), there, self.files.world)
-        if lost := [missing(files, rank, _RULE) for rank in ranks if rank not in there]:
+        if lost := [missing_rank(files, rank, _RULE) for rank in ranks if rank not in there]:
             raise ReshardError(lost)
         return joined(find_parts(files, self._entries).parts)
 

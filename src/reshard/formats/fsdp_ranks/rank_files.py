@@ -71,7 +71,7 @@ def check_names(files: RankFiles) -> None:
     world = files.world or max(files.ranks) + 1
     pattern = next(iter(files.ranks.values())).name
     problems = [
-        missing(files, rank, f"names count ranks from 0 to {world - 1}, as in {pattern}")
+        missing_rank(files, rank, f"names count ranks from 0 to {world - 1}, as in {pattern}")
         for rank in range(world)
         if rank not in files.ranks
     ]
@@ -90,7 +90,7 @@ def check_names(files: RankFiles) -> None:
         raise ReshardError(problems)
 
 
-def missing(files: RankFiles, rank: int, rule: str) -> Problem:
+def missing_rank(files: RankFiles, rank: int, rule: str) -> Problem:
     first, path = next(iter(files.ranks.items()))
     name = re.sub(rf"(rank[_-]?){first}(?=\.)", rf"\g<1>{rank}", path.name)
     return Problem(

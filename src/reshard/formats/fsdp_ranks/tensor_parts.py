@@ -23,7 +23,7 @@ from reshard.containers.torchfiles.dtensor import (
 from reshard.containers.torchfiles.pickles import Opaque
 from reshard.formats import flat_parameters
 from reshard.formats.copied_files import copied
-from reshard.formats.fsdp_ranks.rank_files import COPY_ALL, RankFiles, missing
+from reshard.formats.fsdp_ranks.rank_files import COPY_ALL, RankFiles, missing_rank
 from reshard.formats.sharding import add_shard
 
 FLAT = "_flat_param"
@@ -159,7 +159,7 @@ def _rank_problems(files: RankFiles, parts: Mapping[str, Parts]) -> list[Problem
     problems = [_copied(file, first, wrote[file]) for file, first in copied(wrote)]
     if not problems:
         rule = "the tensors refer to ranks " + ", ".join(map(str, sorted(expected)))
-        problems = [missing(files, rank, rule) for rank in sorted(expected - {*wrote.values()})]
+        problems = [missing_rank(files, rank, rule) for rank in sorted(expected - {*wrote.values()})]
     return problems
 
 

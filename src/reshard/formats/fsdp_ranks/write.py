@@ -181,7 +181,7 @@ class _RankFileWriter:
         places = {name: number for number, name in enumerate(self.saved.names)}
         ordered = sorted(self.request.tensors, key=lambda tensor: places.get(tensor.name, len(places)))
         found = OrderedDict((tensor.name, self._entry(tensor)) for tensor in ordered)
-        for again, name in self.request.again.items():
+        for again, name in self.request.tied_names.items():
             if name in found:
                 found.setdefault(again, found[name])
         return found

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.plain_json import json_of, kind_of
+from reshard.base.plain_json import json_kind, json_of
 from reshard.formats.gguf import sentencepiece
 from reshard.formats.gguf.pretokenizers import ASSUMED_PRETOKENIZERS, named_by_splits
 from reshard.formats.gguf.sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED
@@ -65,7 +65,7 @@ def read(files: Files, name: str) -> Json | None:
     except ValueError as error:
         raise unreadable(name, f"invalid JSON: {error}") from error
     if not isinstance(found, Mapping):
-        raise unreadable(name, kind_of(found))
+        raise unreadable(name, json_kind(found))
     return found
 
 

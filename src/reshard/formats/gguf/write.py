@@ -49,7 +49,7 @@ class GgufTensor(NamedTuple):
     data: Planned | bytes
 
 
-def kind_of(name: str, shape: tuple[int, ...], wanted: TensorType) -> TensorType:
+def tensor_type(name: str, shape: tuple[int, ...], wanted: TensorType) -> TensorType:
     """The type of a tensor in a file of `wanted`, as `ModelBase.prepare_tensors` of llama.cpp's converter chooses it.
 
     In MXFP4 are experts only, and everything else in Q8_0, as llama-quantize chooses it.
@@ -72,7 +72,7 @@ def typed(request: Request, main: DType) -> Callable[[str, tuple[int, ...]], DTy
     wanted = _wanted(request, main)
 
     def of(name: str, shape: tuple[int, ...]) -> DType:
-        return DTYPES.get(kind_of(name, shape, wanted), DTYPES[F32])
+        return DTYPES.get(tensor_type(name, shape, wanted), DTYPES[F32])
 
     return of
 
@@ -144,7 +144,7 @@ def _stored(request: Request, arch: str, tensor: Planned) -> GgufTensor:
         )
     kind = PLAIN_TYPES[tensor.dtype.name]
     if request.options.quantize:
-        kind = kind_of(tensor.name, tensor.shape, written(request.options.quantize))
+        kind = tensor_type(tensor.name, tensor.shape, written(request.options.quantize))
     if kind in DTYPES:
         return GgufTensor(kind, tensor.shape, tensor)
     shape = (*tensor.shape[:-1], tensor.shape[-1] // kind.elements * kind.nbytes)

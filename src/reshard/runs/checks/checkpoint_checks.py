@@ -26,7 +26,7 @@ from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.versions_in_use import installed_version
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.transfer.source_files import Sources
 
 CHECKPOINT_MARKS = (
@@ -103,7 +103,7 @@ def _damage(problem: Problem, path: Path) -> Finding:
     values = {
         "message": translated(problem, "message"),
         "shows": Text.lines(rules.said_by(problem, "tensor", "rule", "expected", "found")),
-        "remedy": translated(problem, "remedy") if problem.remedy else words("problem-copy-again"),
+        "remedy": translated(problem, "remedy") if problem.remedy else phrase_text("problem-copy-again"),
         "path": path,
         "problem": problem.code,
     }
@@ -124,7 +124,9 @@ class MissingPart(NamedTuple):
 
     @property
     def shows(self) -> Text:
-        return words("part-missing" if self.is_missing else "part-there", name=self.name, flags=self.flags)
+        return phrase_text(
+            "part-missing" if self.is_missing else "part-there", name=self.name, flags=self.flags
+        )
 
 
 def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
@@ -134,7 +136,7 @@ def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
     lost = [part.name for part in parts if part.is_missing]
     if lost:
         what = ", ".join(filter(None, (checkpoint.format, str(checkpoint.layout))))
-        weights = words("part-weights", count=len(checkpoint.tensors), what=what)
+        weights = phrase_text("part-weights", count=len(checkpoint.tensors), what=what)
         values = {
             "missing": Text(", ".join(part.en for part in lost), "、".join(part.zh for part in lost)),
             "command": inspection.next or f"reshard inspect {path}",
@@ -149,7 +151,7 @@ def _parts(inspection: Inspection) -> Iterator[MissingPart]:
     is_there = (checkpoint.root / "config.json").is_file()
     if is_there or NO_CONFIG in lacking:  # otherwise the checkpoint itself tells what it would contain
         yield MissingPart(Text.same("config.json"), not is_there, "--base DIR")
-    yield MissingPart(words("part-tokenizer"), NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
+    yield MissingPart(phrase_text("part-tokenizer"), NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
     if iterations.is_iteration(checkpoint.path):
         tracker = iterations.root_of(checkpoint.path) / iterations.TRACKER
         flags = f"--iteration {checkpoint.iteration}"
@@ -158,7 +160,7 @@ def _parts(inspection: Inspection) -> Iterator[MissingPart]:
 
 def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
     """A problem that `inspect` found, with the command to run next."""
-    cure = [translated(problem, "remedy") if problem.remedy else words("problem-copy-again")]
+    cure = [translated(problem, "remedy") if problem.remedy else phrase_text("problem-copy-again")]
     if inspection.next:
         cure.append(Text.same(f"```\n{shown(inspection.next)}\n```"))
     return replace(rules.of_problem(problem, inspection.checkpoint.path), remedy=Text.lines(cure))
@@ -222,7 +224,7 @@ def _tokenizer(path: Path, config: ModelConfig, installed: Mapping[str, str] | N
             "checkpoint-tokenizer-of-5",
             [place],
             severity="error" if is_older else None,
-            evidence=[words("installed-here", name="transformers", version=here)] if is_older else [],
+            evidence=[phrase_text("installed-here", name="transformers", version=here)] if is_older else [],
         )
 
 

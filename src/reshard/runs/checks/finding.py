@@ -46,9 +46,9 @@ class Finding(Problem):
 
     def as_dict(self) -> dict[str, Any]:
         """What `doctor --json` says of it, in both languages."""
-        return self.told()
+        return self.in_language()
 
-    def told(self, language: str | None = None) -> dict[str, Any]:
+    def in_language(self, language: str | None = None) -> dict[str, Any]:
         """For `doctor --json`: both languages, or only one. Evidence is always in one: English by default."""
         texts = {"title": self.message, "cause": self.rule, "cure": self.remedy}
         return {

@@ -9,7 +9,7 @@ from reshard.runs.checks.history.call_parameters import RefusedParameter
 from reshard.runs.checks.history.release_ranges import Bounds
 from reshard.runs.checks.history.versions_in_use import Versions
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 
 
 def added_later(name: str, own: ApiTable, bounds: Bounds, place: Location, versions: Versions) -> Finding:
@@ -30,8 +30,8 @@ def of_other_release(
     values = {
         "name": owner,
         "old": old,
-        "became": words("name-became" if new else "name-gone", old=old, new=new),
-        "cure": words("write-new" if new else "delete-old", old=old, new=new),
+        "became": phrase_text("name-became" if new else "name-gone", old=old, new=new),
+        "cure": phrase_text("write-new" if new else "delete-old", old=old, new=new),
         "pin": f"{why.table.package}{why.bounds.specifier}",
     }
     proof = versions.proof(why.table, why.bounds.until)

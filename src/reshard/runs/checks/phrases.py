@@ -12,14 +12,14 @@ from reshard.base.languages import LANGUAGES, Text
 from reshard.runs.checks.finding import Finding
 
 
-def words(phrase: str, /, **values: object) -> Text:
+def phrase_text(phrase: str, /, **values: object) -> Text:
     """A phrase of `words.yaml`; `values` fill its braces, a `Text` among them in each language."""
     return filled(_phrases()[phrase], values)
 
 
 def aside(finding: Finding) -> Text:
     """The code of a finding and its certainty, in parentheses, for behind its title."""
-    return words("aside", code=finding.code, certainty=words(f"certainty-{finding.certainty}"))
+    return phrase_text("aside", code=finding.code, certainty=phrase_text(f"certainty-{finding.certainty}"))
 
 
 def filled(raw: dict[str, str], values: Mapping[str, object]) -> Text:

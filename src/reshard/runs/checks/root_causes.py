@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from reshard.runs.checks.finding import CERTAINTIES, UNKNOWN_FAILURE, Finding
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.checks.rules import RULES_COVERED
 
 
@@ -42,7 +42,9 @@ def _merged(same: Sequence[Finding], effects: Sequence[Finding]) -> Finding:
     first, every = same[0], [*same, *effects]
     evidence = [each for finding in same for each in finding.evidence]
     evidence += [
-        words("shown-by", place=effect.places[0], title=effect.message) for effect in effects if effect.places
+        phrase_text("shown-by", place=effect.places[0], title=effect.message)
+        for effect in effects
+        if effect.places
     ]
     return replace(
         first,

@@ -15,7 +15,7 @@ from reshard.runs.checks.history.call_parameters import parameters, refused
 from reshard.runs.checks.history.versions_in_use import Versions
 from reshard.runs.checks.location import Launch, Location
 from reshard.runs.checks.other_releases import added_later, of_other_release
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.checks.script import Call, Script
 
 ImportedName = tuple[ast.stmt | ast.expr, str, str]
@@ -128,7 +128,7 @@ def _of_name(
     fixed = re.sub(r"from \S+ import .*", instead, line) if instead and is_alone else ""
     values = {"name": shown, "package": own.package, "release": bounds.last}
     values["pin"] = f"{own.package}{bounds.specifier}"
-    values["instead"] = words("write-instead", new=instead) if instead else words("go-back")
+    values["instead"] = phrase_text("write-instead", new=instead) if instead else phrase_text("go-back")
     place = source.place(node.lineno, fixed)
     yield rules.finding("script-name-gone", [place], values, **versions.proof(own, bounds.until))
 

@@ -10,7 +10,7 @@ from functools import partial
 from reshard.runs.checks import grpo, rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import Launch, Location
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.checks.script import Call, Script
 from reshard.runs.checks.script_api import names_of_other_releases
 from reshard.runs.checks.script_device_maps import export_device_map, spread_models
@@ -110,7 +110,7 @@ def rank_guard(source: Script, _: Launch | None) -> Iterator[Finding]:
         [source.place(line) for line in (*(call.line for call in alone), *guards)],
         severity="error" if is_sure else "warning",
         certainty="likely" if is_sure else "possible",
-        evidence=() if is_sure else [words("harmless-under-ddp")],
+        evidence=() if is_sure else [phrase_text("harmless-under-ddp")],
     )
 
 

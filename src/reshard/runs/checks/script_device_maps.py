@@ -10,7 +10,7 @@ from reshard.runs.checks import rules
 from reshard.runs.checks.device_maps import SPREADING_MAPS
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import Launch, Location
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.checks.script import Call, Script
 
 MAP_FUNCTIONS = ("infer_auto_device_map", "get_balanced_memory")
@@ -51,11 +51,11 @@ def spread_model(
     That is known from the launch, or a script `shows` that it is written for it.
     """
     if launch:
-        evidence = words("launch-starts", place=launch.place, count=launch.local)
+        evidence = phrase_text("launch-starts", place=launch.place, count=launch.local)
     elif shows:
-        evidence = words("for-several-processes", shows=shows[0])
+        evidence = phrase_text("for-several-processes", shows=shows[0])
     else:
-        evidence = words("for-one-process")
+        evidence = phrase_text("for-one-process")
     is_sure = bool(launch or shows)
     return rules.finding(
         "script-device-map",

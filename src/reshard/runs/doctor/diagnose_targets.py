@@ -26,7 +26,7 @@ from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.launch_scripts import check_launches, launch_of
 from reshard.runs.checks.location import CONFIG_SUFFIXES, SHELL_SUFFIXES, Launch
 from reshard.runs.checks.machine_checks import check_machine
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.checks.root_causes import combined
 from reshard.runs.doctor.examination import Examination
 from reshard.runs.doctor.log_diagnosis import STDIN, findings_in, log_of
@@ -216,7 +216,7 @@ class _Seen:
         if versions := versions_in(lines):
             self.lists[target] = "\n".join(lines)
             if not (found := diagnose_freeze(target, versions)):
-                on_read(words("read-packages", target=target, count=len(versions)))
+                on_read(phrase_text("read-packages", target=target, count=len(versions)))
             return found
         count = 0
 
@@ -236,10 +236,12 @@ class _Seen:
         shown = {"target": "stdin" if log.name == STDIN else log.name, "count": count}
         if line := ended_well(log.lines):
             self.ends_well = True
-            on_read(words("read-end", line=line.number, said=clipped(line.text.strip(), MAX_SAID), **shown))
+            on_read(
+                phrase_text("read-end", line=line.number, said=clipped(line.text.strip(), MAX_SAID), **shown)
+            )
         else:
             self.unended = self.unended or of_unended(log)
-            on_read(words("read-lines", **shown))
+            on_read(phrase_text("read-lines", **shown))
 
     def without_end(self, found: Sequence[Finding]) -> list[Finding]:
         """The answer if no target shows an error, and none of the logs says that the run ended well."""
@@ -286,9 +288,11 @@ class _Seen:
         clean: list[Text] = []
         found = [each for path in logs[:MAX_LOGS] for each in self._of_text(str(path), clean.append)]
         if len(clean) > MAX_NAMED_LOGS:
-            clean = [words("read-logs", count=len(clean), total=min(len(logs), MAX_LOGS), target=folder)]
+            clean = [
+                phrase_text("read-logs", count=len(clean), total=min(len(logs), MAX_LOGS), target=folder)
+            ]
         if len(logs) > MAX_LOGS:
-            clean.append(words("logs-not-read", count=len(logs) - MAX_LOGS, target=folder))
+            clean.append(phrase_text("logs-not-read", count=len(logs) - MAX_LOGS, target=folder))
         for each in clean:
             self.on_read(each)
         return found

@@ -44,8 +44,8 @@ class Examination:
         unknown = [each for each in self.findings if each.certainty == UNKNOWN]
         return {
             "answer": self.answer,
-            "findings": [each.told(language) for each in known],
-            "unknown": [each.told(language) for each in unknown],
+            "findings": [each.in_language(language) for each in known],
+            "unknown": [each.in_language(language) for each in unknown],
         }
 
     @cached_property

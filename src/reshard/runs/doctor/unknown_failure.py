@@ -11,7 +11,7 @@ from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import UNKNOWN, UNKNOWN_FAILURE, Finding
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogue
 from reshard.runs.doctor.text.first_failure import which_is_first
 from reshard.runs.doctor.text.log import Log, Traceback
@@ -39,7 +39,7 @@ def of_unseen(root: Traceback, log: Log) -> Finding | None:
     if not is_launchers(root):
         return None
     who = log.first_to_die
-    evidence = [] if who is None else [words("first-to-die", who=who)]
+    evidence = [] if who is None else [phrase_text("first-to-die", who=who)]
     return rules.finding(
         WORKER_TRACEBACK_MISSING, [last_line(root, log)], evidence=[*evidence, *run_facts(log)]
     )
@@ -62,7 +62,7 @@ def of_unknown(root: Traceback, log: Log) -> Finding | None:
     values = {
         "shown": _shown(first, is_quoted=asked == first.message.strip()),
         "asked": asked,
-        "near": words("near-entries", near=", ".join(near)) if near else Text.same(""),
+        "near": phrase_text("near-entries", near=", ".join(near)) if near else Text.same(""),
         "upstream": _where_to_search(first),
     }
     rule = UNKNOWN_THAT_ASKS if asked else UNKNOWN_FAILURE
@@ -74,9 +74,9 @@ def of_unknown(root: Traceback, log: Log) -> Finding | None:
 def run_facts(log: Log) -> list[Text]:
     """What a log says of its run that others need to explain its failure."""
     versions = ", ".join(f"{name} {version}" for name, version in log.versions.items())
-    facts = [words("run-versions", versions=versions)] if versions else []
+    facts = [phrase_text("run-versions", versions=versions)] if versions else []
     if command := log.command:
-        facts.append(words("run-command", command=clipped(command.text, MAX_COMMAND)))
+        facts.append(phrase_text("run-command", command=clipped(command.text, MAX_COMMAND)))
     return facts
 
 
@@ -84,18 +84,24 @@ def _shown(first: Traceback, *, is_quoted: bool) -> Text:
     """The innermost frames of a failure, and its message if the remedy does not quote it."""
     frames = [f"  {frame}" for frame in first.frames[-6:]]
     frames += [f"    {shown_lines(first.source)}"] if first.source else []
-    said = words("cut-off") if first.exception == CUT_OFF_TRACEBACK else Text.same(_indented(first.said))
+    said = (
+        phrase_text("cut-off") if first.exception == CUT_OFF_TRACEBACK else Text.same(_indented(first.said))
+    )
     return Text.lines([*map(Text.same, frames), *([] if is_quoted else [said])])
 
 
 def _where_to_search(first: Traceback) -> Text:
     if frame := own_code(first):
-        found = words("own-code", frame=frame)
+        found = phrase_text("own-code", frame=frame)
     elif first.exception in (CUT_OFF_TRACEBACK, EXIT_STATUS):
         return Text.same("")
     else:
         name, url = issue_search(first)
-        found = words("search-upstream", name=name, url=url) if name else words("search-anywhere", url=url)
+        found = (
+            phrase_text("search-upstream", name=name, url=url)
+            if name
+            else phrase_text("search-anywhere", url=url)
+        )
     return Text(f"{found.en}\n", f"{found.zh}\n")
 
 

@@ -10,7 +10,7 @@ from urllib.parse import quote_plus
 from reshard.base.data_files import read_data
 from reshard.base.languages import Text
 from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.text.tracebacks import Traceback
 
 REPOSITORY_SCRIPTS = {
@@ -50,8 +50,10 @@ _OF_THIS_RUN = re.compile(r"\S*[\\/]\S*|0x[0-9a-f]+|\S*\d\S*|[^\w\s.'-]+")
 
 def _search_words(said: str) -> str:
     """The words of a message by which others find it."""
-    words = _OF_THIS_RUN.sub(" ", said.split("\n")[0]).split()
-    return " ".join(words)[:MAX_QUERY].rsplit(" ", 1 if len(" ".join(words)) > MAX_QUERY else 0)[0]
+    phrase_text = _OF_THIS_RUN.sub(" ", said.split("\n")[0]).split()
+    return " ".join(phrase_text)[:MAX_QUERY].rsplit(" ", 1 if len(" ".join(phrase_text)) > MAX_QUERY else 0)[
+        0
+    ]
 
 
 _LIBRARY = re.compile(
@@ -116,9 +118,9 @@ def place_in_code(root: Traceback) -> Text:
 def update_of(root: Traceback) -> Text:
     """What to update: the package of the innermost frame, or both caller and called code."""
     if "/transformers_modules/" in "".join(root.frames[-2:]).replace("\\", "/"):
-        return words("update-remote")
+        return phrase_text("update-remote")
     package = installed_of(root)
-    return words("update-asker", package=package) if package else words("update-both")
+    return phrase_text("update-asker", package=package) if package else phrase_text("update-both")
 
 
 def installed_of(root: Traceback) -> str:

@@ -20,7 +20,7 @@ from reshard.base.start_environment import start_environment
 from reshard.runs.checks.command.read_command import StartedProgram, TrainingCommand, read_command
 from reshard.runs.checks.command.shell_start import as_started
 from reshard.runs.guard.before.checkpoint_output import of_options
-from reshard.runs.guard.before.command_checks import Checked, check
+from reshard.runs.guard.before.command_checks import Checked, check_command
 from reshard.runs.guard.before.resources import models_of
 from reshard.runs.guard.end.end_report import EndedCommand, EndReport, continuing, ended
 from reshard.runs.guard.options import GuardOptions
@@ -102,7 +102,7 @@ def run_guarded(words: Sequence[str], options: Mapping[str, Any]) -> EndReport:
 
 def _checked(command: TrainingCommand, screen: GuardScreen) -> Checked:
     """Print the warnings about a command, and what could not be checked. Raises ReshardError with its errors."""
-    checked = check(command)
+    checked = check_command(command)
     for problem in checked.problems:
         if problem.severity != "error":
             screen.say(Notice(problem))
@@ -137,7 +137,9 @@ def _among_nodes(
     if command.nodes == 1 or place is None or report.failure is None:
         return report
     screen.print("waiting for the guards of the other nodes")
-    first = first_to_fail(NodeMeeting(command.node_rank, command.nodes, place).exchange(report.told()))
+    first = first_to_fail(
+        NodeMeeting(command.node_rank, command.nodes, place).exchange(report.summary_for_nodes())
+    )
     return report if first["node"] == command.node_rank else replace(report, elsewhere=first)
 
 

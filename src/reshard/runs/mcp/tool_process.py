@@ -70,7 +70,7 @@ def api_history(
 def compare(checkpoint: str, base: str) -> dict[str, Any]:
     from reshard.runs.doctor import diagnose
 
-    findings = [each.told("en") for each in diagnose(checkpoint, base)]
+    findings = [each.in_language("en") for each in diagnose(checkpoint, base)]
     return {"findings": findings, "weights": verify(checkpoint, base)}
 
 

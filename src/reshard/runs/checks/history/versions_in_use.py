@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 
 from reshard.base.languages import Text
 from reshard.runs.checks.history.api_table import ApiTable
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 
 _INLINE = re.compile(r"^# /// script\s*$(.*?)^# ///\s*$", re.MULTILINE | re.DOTALL)
 """The metadata of a script (PEP 723)."""
@@ -75,16 +75,18 @@ class Versions:
     def _certainty(self, found: ApiTable, since: str | None) -> tuple[str, Text]:
         package, version = found.package, self.of(found.package)
         if version is None:
-            return "likely", words("holds-from", name=package, version=since or found.versions[-1])
+            return "likely", phrase_text("holds-from", name=package, version=since or found.versions[-1])
         if package in self.pinned:
-            return "sure", words("pinned-to", name=package, version=version, file=self.pinned[package][1])
-        return "sure", words("installed-here", name=package, version=version)
+            return "sure", phrase_text(
+                "pinned-to", name=package, version=version, file=self.pinned[package][1]
+            )
+        return "sure", phrase_text("installed-here", name=package, version=version)
 
 
 def read_from(own: ApiTable) -> Text:
     """The releases from which a table was made, and when."""
     first, last = own.versions[0], own.versions[-1]
-    return words("history-read", package=own.package, first=first, last=last, date=own.date)
+    return phrase_text("history-read", package=own.package, first=first, last=last, date=own.date)
 
 
 def installed_version(package: str) -> str | None:

@@ -17,7 +17,7 @@ from reshard.base.languages import Text
 from reshard.base.translations import translated
 from reshard.runs.checks.finding import CERTAINTIES, Finding
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import filled, words
+from reshard.runs.checks.phrases import filled, phrase_text
 
 RuleValues = tuple[str, Mapping[str, object]]
 """The id of a rule, and the values for its braces."""
@@ -119,7 +119,9 @@ def said_by(problem: Problem, *fields: str) -> Iterator[Text]:
     """The fields of a problem that are set, one line each."""
     for field in fields:
         if value := getattr(problem, field):
-            yield words(f"problem-{field}", value=value if field == "tensor" else translated(problem, field))
+            yield phrase_text(
+                f"problem-{field}", value=value if field == "tensor" else translated(problem, field)
+            )
 
 
 def covered_by(identifier: str) -> frozenset[str]:

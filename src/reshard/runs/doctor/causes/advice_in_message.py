@@ -8,7 +8,7 @@ from reshard.base.foreign_text import clipped
 from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.remedy_sentences import asks
 
@@ -53,7 +53,7 @@ def of_reshard(root: Traceback, log: Log) -> Finding | None:
     if match is None:
         return None
     fields = [clipped(line.strip(), 400) for line in match["fields"].split("\n") if line.strip()]
-    why = Text.same("\n".join(fields)) if fields else words("reshard-refused-why")
-    cure = Text.same(match["cure"]) if match["cure"] else words("reshard-refused-cure")
+    why = Text.same("\n".join(fields)) if fields else phrase_text("reshard-refused-why")
+    cure = Text.same(match["cure"]) if match["cure"] else phrase_text("reshard-refused-cure")
     values = {"title": match["title"], "why": why, "cure": cure}
     return rules.finding_at(("reshard-refused", values), log.name, root.last, root.said)

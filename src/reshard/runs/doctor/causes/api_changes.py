@@ -19,7 +19,7 @@ from reshard.runs.checks.history.bloom_filters import packages_with
 from reshard.runs.checks.history.release_ranges import Bounds
 from reshard.runs.checks.history.versions_in_use import installed_version, read_from
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.causes.import_errors import imports_itself
 from reshard.runs.doctor.causes.known_names import KnownName, known_of
 from reshard.runs.doctor.causes.missing_names import (
@@ -124,7 +124,7 @@ def _of_releases(known: KnownName, bounds: Bounds, version: Version | None, fail
     values: dict[str, object] = {
         "name": known.shown,
         "package": package,
-        "since": words("or-earlier", version=bounds.since) if is_oldest else bounds.shown,
+        "since": phrase_text("or-earlier", version=bounds.since) if is_oldest else bounds.shown,
         "last": bounds.last,
         "again": bounds.again,
         "version": version,
@@ -136,7 +136,7 @@ def _of_releases(known: KnownName, bounds: Bounds, version: Version | None, fail
     guessed = "possible" if is_of_any_class else "likely"
     certainty = "sure" if version else guessed
     folder = checkout_of(known.missing)
-    remedy = words("update-checkout", folder=folder, package=package, pin=pin) if folder else None
+    remedy = phrase_text("update-checkout", folder=folder, package=package, pin=pin) if folder else None
     return ApiRule(rule, known.table, certainty, values, remedy)
 
 
@@ -151,8 +151,8 @@ def _rule(bounds: Bounds, version: Version | None) -> str:
 def _yours(package: str, version: Version | None, bounds: Bounds) -> Text:
     """What is known of the installed release."""
     if version:
-        return words("yours-is", package=package, version=version)
-    return words("yours-or-older", first=bounds.first) if bounds.first else words("yours-unknown")
+        return phrase_text("yours-is", package=package, version=version)
+    return phrase_text("yours-or-older", first=bounds.first) if bounds.first else phrase_text("yours-unknown")
 
 
 def _instead(known: KnownName, failure: Traceback) -> Text:
@@ -165,10 +165,10 @@ def _instead(known: KnownName, failure: Traceback) -> Text:
         own = table(importer)
         new = own.dropped(target) if own and target else None
         phrase = "update-importer" if failure.frames else "update-if-importer"
-        return words(phrase if new else "fits", importer=importer, version=new)
+        return phrase_text(phrase if new else "fits", importer=importer, version=new)
     if known.instead:
-        return words("write-instead", new=known.instead)
-    return words("go-back-file" if re.match(r"\w+Config\(", str(known.shown)) else "go-back")
+        return phrase_text("write-instead", new=known.instead)
+    return phrase_text("go-back-file" if re.match(r"\w+Config\(", str(known.shown)) else "go-back")
 
 
 def _who_dropped(target: str) -> str | None:
@@ -228,9 +228,9 @@ def _meant(missing: Missing, own: ApiTable) -> Iterator[Text]:
     every = tables(packages_with(dict.fromkeys((*MODEL_LIBRARIES, *PACKAGE_ROOTS)), missing.name))
     others = (each.root for each in every if each.name(each.root, missing.name).there)
     if other := next(others, None):
-        yield words("name-of-other", name=missing.name, other=other)
+        yield phrase_text("name-of-other", name=missing.name, other=other)
     elif near := closest(missing.name, own.exports(missing.owner), cutoff=LEAST_SIMILARITY):
-        yield words("nearest-name", name=near[0])
+        yield phrase_text("nearest-name", name=near[0])
 
 
 FIRST_KNOWN_RELEASE = Version("0.5")
@@ -241,7 +241,7 @@ def _updates(own: ApiTable, failure: Traceback) -> Iterator[Text]:
     """The calling package, and the releases before the known ones."""
     yield update_of(failure)
     if Version(own.versions[0]) >= FIRST_KNOWN_RELEASE:
-        yield words("older-release", pin=f"{own.package}<{own.versions[0]}")
+        yield phrase_text("older-release", pin=f"{own.package}<{own.versions[0]}")
 
 
 def _clash(failure: Traceback) -> ApiRule | None:
@@ -257,8 +257,8 @@ def _clash(failure: Traceback) -> ApiRule | None:
     values: dict[str, object] = {
         "name": match["name"],
         "since": since,
-        "importer": Text(importer, f"{importer} ") if importer else words("another-package"),
-        "update": words("update-package", importer=importer) if importer else "",
+        "importer": Text(importer, f"{importer} ") if importer else phrase_text("another-package"),
+        "update": phrase_text("update-package", importer=importer) if importer else "",
         "pin": f"transformers<{since}",
     }
     return ApiRule("api-clash", own, "sure" if importer else "likely", values)

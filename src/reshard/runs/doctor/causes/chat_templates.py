@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.checks.rules import RuleValues
 from reshard.runs.doctor.text.log import Log, Traceback
 
@@ -20,7 +20,11 @@ def of_template(root: Traceback, log: Log) -> RuleValues | None:
     if match is None:
         return None
     why = _why(match["kind"], match["what"])
-    return "chat-refused", {"what": match["what"], "why": words(why), "cure": words(f"{why}-cure")}
+    return "chat-refused", {
+        "what": match["what"],
+        "why": phrase_text(why),
+        "cure": phrase_text(f"{why}-cure"),
+    }
 
 
 def _why(kind: str, what: str) -> str:

@@ -8,7 +8,7 @@ from functools import cache
 
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.text.log import Log, Traceback
 
 _OTHERS = {
@@ -56,7 +56,7 @@ def of_kind(root: Traceback, log: Log) -> Finding | None:
     for path in _paths(root.said.replace("\\", "/")):
         for kind, (pattern, way) in _kinds().items():
             if pattern.search(path) and not (wants_adapter and way == "artefact-adapter"):
-                values = {"path": path, "kind": kind, "way_out": words(way, path=path)}
+                values = {"path": path, "kind": kind, "way_out": phrase_text(way, path=path)}
                 return rules.finding_at(("artefact-mixed-up", values), log.name, root.last, root.said)
     return None
 

@@ -10,7 +10,7 @@ from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import sentence, words
+from reshard.runs.checks.phrases import phrase_text, sentence
 from reshard.runs.doctor.text.log import Log, Traceback
 
 _SETTING = r"(?<![\w.-])[A-Za-z][\w.-]{0,60}(?: [A-Za-z][\w.-]{0,60}){0,5}?"
@@ -78,7 +78,7 @@ def of_divisors(root: Traceback, log: Log) -> Finding | None:
         "whole": check.whole,
         "parts": check.parts,
         "told": sentence([values] if values else []),
-        "cure": Text.lines([*_fits(check), words(f"divides-{check.kind}")]),
+        "cure": Text.lines([*_fits(check), phrase_text(f"divides-{check.kind}")]),
         "compared": {name: size for name, size in said.items() if size},
     }
     return rules.finding(
@@ -117,9 +117,9 @@ def _values(check: FailedCheck) -> Text | None:
     """Both values as a sentence, as far as they are known; None if they contradict the check."""
     if check.size and check.by:
         shown = {"whole": check.whole, "size": check.size, "parts": check.parts, "by": check.by}
-        return words("divides-both", **shown) if check.size % check.by else None
+        return phrase_text("divides-both", **shown) if check.size % check.by else None
     name, value = (check.whole, check.size) if check.size else (check.parts, check.by)
-    return words("divides-one", name=name, value=value) if value else None
+    return phrase_text("divides-one", name=name, value=value) if value else None
 
 
 def _fits(check: FailedCheck) -> list[Text]:
@@ -127,12 +127,12 @@ def _fits(check: FailedCheck) -> list[Text]:
     if check.size and check.by and check.kind in ("batch", "generations"):
         least = check.size - check.size % check.by
         near = ", ".join(str(each) for each in (least, least + check.by) if each)
-        return [words("divides-multiples", whole=check.whole, near=near)]
+        return [phrase_text("divides-multiples", whole=check.whole, near=near)]
     if not check.size:
         return []
     fits = [each for each in range(1, min(check.size, 4096) + 1) if check.size % each == 0]
     shown = ", ".join(map(str, fits[:MAX_DIVISORS]))
-    return [words("divides-fits", parts=check.parts, fits=shown, size=check.size)]
+    return [phrase_text("divides-fits", parts=check.parts, fits=shown, size=check.size)]
 
 
 _SAMPLES = re.compile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.checks.rules import RuleValues
 from reshard.runs.doctor.text.log import Log, Traceback
 
@@ -49,7 +49,7 @@ def of_dtypes(root: Traceback, log: Log) -> RuleValues | None:
     said = root.said
     if old := _OLD_GPU.search(said):
         return "gpu-too-old", {
-            "gpu": old["gpu"] or log.gpu or words("gpu-unnamed"),
+            "gpu": old["gpu"] or log.gpu or phrase_text("gpu-unnamed"),
             **_needs(old),
         }
     if _FLASH.search(said):
@@ -60,7 +60,7 @@ def of_dtypes(root: Traceback, log: Log) -> RuleValues | None:
     if _GRADIENT.search(said):
         return "gradient-of-integers", {}
     if _UNNAMED.search(said):
-        return "dtypes-differ", {"pair": words("dtypes-unnamed")}
+        return "dtypes-differ", {"pair": phrase_text("dtypes-unnamed")}
     match = next((hit for pattern in _PAIRS if (hit := pattern.search(said))), None)
     return _of_pair(match[1], match[2], said) if match and match[1] != match[2] else None
 
@@ -71,7 +71,7 @@ def _of_pair(one: str, two: str, said: str) -> RuleValues:
         return "dtype-of-numpy", {"one": one, "two": two}
     if bool(_WHOLE.fullmatch(one)) != bool(_WHOLE.fullmatch(two)) and "Index put" not in said:
         return "dtype-of-whole-numbers", {"one": one, "two": two}
-    return "dtypes-differ", {"pair": words("dtypes-pair", one=one, two=two)}
+    return "dtypes-differ", {"pair": phrase_text("dtypes-pair", one=one, two=two)}
 
 
 def _needs(match: re.Match[str]) -> dict[str, object]:

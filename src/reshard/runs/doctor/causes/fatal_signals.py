@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.text.exit_status import CRASHES, signal_in
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import EXIT_STATUS
@@ -39,7 +39,7 @@ def of_exit(root: Traceback, log: Log) -> Finding | None:
     crashed = next((end for end in own if end.name in CRASHES), None)
     if crashed:
         key = f"crash-{crashed.name.lower()}"
-        values = {"name": crashed.name, "why": words(key), "way": words(f"{key}-way")}
+        values = {"name": crashed.name, "why": phrase_text(key), "way": phrase_text(f"{key}-way")}
         return rules.finding_at(("killed-crash", values), log.name, crashed.line, crashed.text)
     if own or not ends:
         return None  # the entries for SIGKILL and SIGTERM say who may have sent them

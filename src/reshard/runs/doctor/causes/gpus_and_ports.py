@@ -10,7 +10,7 @@ from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import sentence, words
+from reshard.runs.checks.phrases import phrase_text, sentence
 from reshard.runs.doctor.causes.out_of_memory import lines_near
 from reshard.runs.doctor.text.log import Log, Traceback
 
@@ -66,11 +66,11 @@ def _told(kind: str, values: Mapping[str, object], root: Traceback, log: Log) ->
     """The numbers, the flag that set them, and the first rank without a GPU."""
     flag = re.search(_FLAG.format(values["asked"]), log.text) if kind == "gpus" else None
     if kind == "gpus":
-        yield words("short-gpus-counted", **values)
+        yield phrase_text("short-gpus-counted", **values)
     if flag:
-        yield words("short-typed", typed=flag[0])
+        yield phrase_text("short-typed", typed=flag[0])
     if kind == "ordinal" and (first := min(_ranks_that_say(root.said, log), default=0)):
-        yield words("ordinal-first", first=first)
+        yield phrase_text("ordinal-first", first=first)
 
 
 def _counts(match: re.Match[str]) -> tuple[int, int]:
@@ -103,4 +103,4 @@ def typed_rank(root: Traceback, log: Log) -> Text | None:
     commands = _LAUNCHED.finditer(log.text) if _TAKEN.search(root.said) else ()
     typed = (_ONE_RANK.search(each["command"].partition(".py")[2]) for each in commands)
     found = next(filter(None, typed), None)
-    return words("local-rank-typed-way", typed=found[0]) if found else None
+    return phrase_text("local-rank-typed-way", typed=found[0]) if found else None

@@ -12,7 +12,7 @@ from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.causes.pip_commands import installed_for, with_interpreter
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.upstream_search import INSTALLED_PATH, package_of
@@ -43,7 +43,7 @@ def of_module(root: Traceback, log: Log) -> Finding | None:
 
 def _without_package(package: str, root: Traceback, log: Log) -> Finding:
     """The finding for a package that is not there: likely if the code that asked for it is known."""
-    asked = [words("asked-by", frame=root.frames[-1])] if root.frames else []
+    asked = [phrase_text("asked-by", frame=root.frames[-1])] if root.frames else []
     place = Location.of(log.name, root.last, root.said)
     values = {"package": package, "install": installed_for(package)}
     certainty = "likely" if asked else "possible"
@@ -136,8 +136,8 @@ def of_symbol(root: Traceback, log: Log) -> Finding | None:
 def _rebuilt(package: str) -> Text:
     """How an extension of torch is installed for the installed torch."""
     if package == "apex":
-        return words("apex-here")
-    return words("for-one-torch" if package in _FOR_ONE_TORCH else "built-here", package=package)
+        return phrase_text("apex-here")
+    return phrase_text("for-one-torch" if package in _FOR_ONE_TORCH else "built-here", package=package)
 
 
 def _package_of_extension(file: str) -> str:

@@ -13,7 +13,7 @@ from reshard.runs.checks.history.api_table import PACKAGE_ROOTS, ApiTable, table
 from reshard.runs.checks.history.bloom_filters import packages_with
 from reshard.runs.checks.history.call_parameters import base_of
 from reshard.runs.checks.history.release_ranges import Bounds, Presence
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.causes.missing_names import Missing, MissingKind, checkout_of, is_shadowed
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.upstream_search import package_of
@@ -128,7 +128,7 @@ def _of_call(missing: Missing, failure: Traceback, log: Log) -> KnownName | None
     def ask(own: ApiTable) -> KnownName:
         if missing.kind is MissingKind.KEYWORD:
             return _taken(missing, own)
-        more = words("more-arguments", function=shown, count=missing.count)
+        more = phrase_text("more-arguments", function=shown, count=missing.count)
         return KnownName(missing, own, own.arity(function, missing.count), more)
 
     found = _wherever(ask, (shown,), failure, log, shown if missing.kind is MissingKind.KEYWORD else "")

@@ -7,7 +7,7 @@ import re
 from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.text.log import Log, Traceback
 
 _NOT_FOUND = re.compile(
@@ -47,5 +47,5 @@ def of_program(root: Traceback, log: Log) -> Finding | None:
 def _way(program: str) -> Text:
     name = program.rpartition("/")[2]
     if name in _PACKAGES:
-        return words("program-of-package", package=_PACKAGES[name])
-    return words(_WAYS.get(name, "program-of-system"))
+        return phrase_text("program-of-package", package=_PACKAGES[name])
+    return phrase_text(_WAYS.get(name, "program-of-system"))

@@ -10,7 +10,7 @@ from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import sentence, words
+from reshard.runs.checks.phrases import phrase_text, sentence
 from reshard.runs.doctor.text.first_failure import live_lines
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import CUT_OFF_TRACEBACK, is_launchers
@@ -193,11 +193,13 @@ def _told(found: Shortage, root: Traceback, log: Log) -> Text:
     who += [f"GPU {device[1]}"] if found.kind == "device" and (device := _DEVICE.search(said)) else []
     who += [f"process {process[1]}"] if (process := _PROCESS.search(said)) else []
     shown = {name: _shown(value) for name, value in sizes.items()}
-    known = [words(f"short-{name}", **shown) for name in ("asked", "there", "total", "own") if name in sizes]
+    known = [
+        phrase_text(f"short-{name}", **shown) for name in ("asked", "there", "total", "own") if name in sizes
+    ]
     texts = (
         [Text(", ".join(each.en for each in known), "，".join(each.zh for each in known))] if known else []
     )
-    texts += [words("short-met", who=", ".join(who))] if who else []
+    texts += [phrase_text("short-met", who=", ".join(who))] if who else []
     texts += [_reason_told(sizes)] if found.kind == "device" and _reason(sizes) else []
     return sentence(texts)
 
@@ -223,7 +225,7 @@ def _reason_told(sizes: MessageSizes) -> Text:
     taken = sizes.get("allocated", total - sizes.get("there", 0.0))
     shown = {name: _shown(value) for name, value in sizes.items()}
     share = round(100 * taken / total) if total else 0
-    return words(_reason(sizes), **{**shown, "allocated": _shown(taken), "share": share})
+    return phrase_text(_reason(sizes), **{**shown, "allocated": _shown(taken), "share": share})
 
 
 _BARE = re.compile(r"(?:CUDA|HIP) error: out of memory")
@@ -232,9 +234,11 @@ _BARE = re.compile(r"(?:CUDA|HIP) error: out of memory")
 def _first(sizes: MessageSizes, said: str) -> Text | None:
     """What to do first, if the sizes show another reason than the size of the run."""
     if not sizes:
-        return words("memory-bare-way") if _BARE.search(said) else None
+        return phrase_text("memory-bare-way") if _BARE.search(said) else None
     reason = _reason(sizes)
     if reason == "memory-others":
-        return words("memory-others-way", processes=" ".join([*_others(said, sizes)][:MAX_LISTED]) or "PID")
+        return phrase_text(
+            "memory-others-way", processes=" ".join([*_others(said, sizes)][:MAX_LISTED]) or "PID"
+        )
     known = ("memory-fragments", "memory-limited", "memory-never")
-    return words(f"{reason}-way") if reason in known else None
+    return phrase_text(f"{reason}-way") if reason in known else None

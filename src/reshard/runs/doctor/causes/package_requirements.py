@@ -14,7 +14,7 @@ from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.causes.pip_commands import imported_from, installed_for
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import CUT_OFF_TRACEBACK, EXIT_STATUS
@@ -143,14 +143,14 @@ def of_requirement(root: Traceback, log: Log) -> Finding | None:
         return None
     package, spec, who = required
     has = _FOUND.search(root.said)
-    what = words("required-by", spec=spec, who=who) if who else words("required", spec=spec)
+    what = phrase_text("required-by", spec=spec, who=who) if who else phrase_text("required", spec=spec)
     flags = installed_for(package.replace("-", "_")).split()[:-1]
     values = {
         "package": package,
         "spec": spec,
         "flags": "".join(f"{each} " for each in flags if each.startswith("--")),
-        "what": words("and-found", what=what, has=has["has"]) if has else what,
-        "newer": words("or-newer", who=who) if who else Text.same(""),
+        "what": phrase_text("and-found", what=what, has=has["has"]) if has else what,
+        "newer": phrase_text("or-newer", who=who) if who else Text.same(""),
     }
     return rules.finding_at(("version-required", values), log.name, root.last, root.said)
 

@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from reshard.base.data_files import read_data
 from reshard.base.languages import Text
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.text.log import Log
 
 
@@ -68,7 +68,7 @@ def in_notebook(finding: Finding, log: Log) -> Finding:
     match = _SPEC.search(cure.en)
     version = log.versions.get(match["package"]) if match else None
     if match and version and SpecifierSet(match["spec"]).contains(version, prereleases=True):
-        first = words("restart-first", package=match["package"], version=version)
+        first = phrase_text("restart-first", package=match["package"], version=version)
         return replace(finding, remedy=Text.lines([first, cure]))
-    texts = [Text(cure.en.rstrip(), cure.zh.rstrip()), words("restart-notebook")]
+    texts = [Text(cure.en.rstrip(), cure.zh.rstrip()), phrase_text("restart-notebook")]
     return replace(finding, remedy=Text.lines(texts))

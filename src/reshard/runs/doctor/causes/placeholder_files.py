@@ -7,7 +7,7 @@ import re
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.text.log import Log, Traceback
 
 _OF_PICKLE = re.compile(r"invalid load key, '(?P<byte>[v<])'")
@@ -22,7 +22,7 @@ def of_placeholder(root: Traceback, log: Log) -> Finding | None:
     if match is None and not _OF_SAFETENSORS.search(root.said):
         return None
     kind = _KINDS[match["byte"]] if match else "placeholder-text"
-    values = {"what": words(kind), "why": words(f"{kind}-why")}
+    values = {"what": phrase_text(kind), "why": phrase_text(f"{kind}-why")}
     place = Location.of(log.name, root.last, root.said)
     return rules.finding(
         "placeholder-for-weights", [place], values, certainty="likely" if match else "possible"

@@ -11,7 +11,7 @@ from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.checks.rules import RuleValues
 from reshard.runs.doctor.text.free_text import describes_hang
 from reshard.runs.doctor.text.log import Log, Traceback
@@ -69,9 +69,9 @@ def _absent(root: Traceback, log: Log) -> RuleValues | None:
     """The ranks that did not come, with their hosts, as far as a log shows them."""
     if named := _NAMED.search(root.said):
         ranks = [int(rank) for rank in named["ranks"].split(", ")]
-        return "ranks-absent", {"told": words("absent-named", absent=_listed(ranks, log))}
+        return "ranks-absent", {"told": phrase_text("absent-named", absent=_listed(ranks, log))}
     if stored := _STORED.search(root.said):
-        return "ranks-absent", {"told": words("absent-store", **stored.groupdict())}
+        return "ranks-absent", {"told": phrase_text("absent-store", **stored.groupdict())}
     if joined := _JOINED.search(root.said):
         came, every = int(joined["came"] or joined["workers"]), int(joined["all"] or joined["size"])
         return "ranks-absent", {"told": _of_count(came, every, log)}
@@ -80,21 +80,21 @@ def _absent(root: Traceback, log: Log) -> RuleValues | None:
     if not waited or not absent:
         return None
     shown = {"absent": _listed(absent, log), "waited": _short(waited), "world": len(waited | absent)}
-    return "ranks-absent", {"told": words("absent-waited", **shown)}
+    return "ranks-absent", {"told": phrase_text("absent-waited", **shown)}
 
 
 def _of_count(came: int, every: int, log: Log) -> Text:
     """The missing ranks if only counts are known: those that do not appear in the log."""
     if came > every:
         shown = {"came": came, "world": every, "times": came // max(1, every)}
-        return words("absent-more" if came % max(1, every) else "absent-times", **shown)
+        return phrase_text("absent-more" if came % max(1, every) else "absent-times", **shown)
     streams = {line.stream.rpartition("/")[2] for line in log.lines}
     heard = {int(stream) for stream in streams if stream.isdecimal()}
     heard |= {int(one or two) for one, two in _SPEAKS.findall(log.text)}
     silent = [rank for rank in range(min(every, MAX_WORLD_SIZE)) if rank not in heard]
     if heard and len(silent) == every - came:
-        return words("absent-silent", absent=_listed(silent, log), came=came, world=every)
-    return words("absent-some", missing=every - came, came=came, world=every)
+        return phrase_text("absent-silent", absent=_listed(silent, log), came=came, world=every)
+    return phrase_text("absent-some", missing=every - came, came=came, world=every)
 
 
 def _world(log: Log) -> int:
@@ -138,10 +138,10 @@ def _outside_of_mesh(root: Traceback, log: Log) -> RuleValues | None:
     """A device mesh with more or fewer places than there are processes."""
     if match := _LARGER.search(root.said):
         asked, there = match["asked"] or match["found"], match["there"] or match["size"]
-        return "mesh-size", {"why": words("mesh-larger", asked=asked, there=there)}
+        return "mesh-size", {"why": phrase_text("mesh-larger", asked=asked, there=there)}
     where = "\n".join([root.said, root.source, *root.frames[-2:]])
     is_outside = "list index out of range" in root.said and _NO_GROUP.search(where)
-    return ("mesh-size", {"why": words("mesh-smaller")}) if is_outside else None
+    return ("mesh-size", {"why": phrase_text("mesh-smaller")}) if is_outside else None
 
 
 _SSH = re.compile(
@@ -187,14 +187,14 @@ def compared(log: Log) -> list[Text]:
     first, last = min(works.values()).number, max(works.values()).number
     if first < last:
         late = ", ".join(str(rank) for rank in sorted(works) if works[rank].number == first)
-        return [words("ranks-behind", first=first, last=last, late=late)]
+        return [phrase_text("ranks-behind", first=first, last=last, late=late)]
     kinds = sorted(set(works.values()))
     if len(kinds) == 1:
-        return [words("ranks-alike", number=first, shown=kinds[0], count=len(works))]
+        return [phrase_text("ranks-alike", number=first, shown=kinds[0], count=len(works))]
     ranks = {kind: ", ".join(str(rank) for rank in sorted(works) if works[rank] == kind) for kind in kinds}
     sizes = "-sizes" * (len({kind.operation for kind in kinds}) == 1)
     shown = "; ".join(f"{kind}: rank {ranks[kind]}" for kind in kinds)
-    return [words(f"ranks-diverged{sizes}", number=first, shown=shown)]
+    return [phrase_text(f"ranks-diverged{sizes}", number=first, shown=shown)]
 
 
 _WATCHED = re.compile(r"watchdog(?: thread)? got stuck for|[Hh]eart[bB]eat ?[mM]onitor timed out")

@@ -9,7 +9,7 @@ from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import table_of
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.causes.missing_names import QUOTE, imported_in, is_shadowed
 from reshard.runs.doctor.causes.pip_commands import with_interpreter
 from reshard.runs.doctor.text.log import Log, Traceback
@@ -32,14 +32,14 @@ def _shadow(module: str, root: Traceback) -> Text | None:
     """What is imported in place of a package: Python tells its path, or the frames show it."""
     own, missing = table_of(module), imported_in(root.said)
     if "unknown location" in root.said:
-        return words("folder-without-init", module=module) if own else None
+        return phrase_text("folder-without-init", module=module) if own else None
     if "partially initialized" in root.said:
         paths = re.findall(r"\(([^()]+)\)", root.said)
         paths += [frame.rpartition(" ")[0].rpartition(":")[0] for frame in root.frames]
         file = re.compile(rf"(?:.*[/\\])?{module}\.py")
         path = next((each for each in paths if file.fullmatch(each) and is_shadowed(each)), None)
-        return words("file-of-same-name", module=module, path=path) if path else None
+        return phrase_text("file-of-same-name", module=module, path=path) if path else None
     if own is None or missing is None or not is_shadowed(missing.path):
         return None
     is_of_all = own.name(module, missing.name).is_everywhere
-    return words("folder-of-path", path=missing.path) if is_of_all else None
+    return phrase_text("folder-of-path", path=missing.path) if is_of_all else None

@@ -15,7 +15,7 @@ from reshard.runs.checks.history.api_table import table
 from reshard.runs.checks.history.config_keys import ConfigKeys
 from reshard.runs.checks.history.versions_in_use import Versions
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.remedy_spelling import RunTools, keys_of
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.upstream_search import place_in_code
@@ -54,9 +54,9 @@ def of_arguments(root: Traceback, log: Log) -> Finding | None:
         return rules.finding("accelerate-config-newer", [place], config.groupdict(), certainty="likely")
     known = _known(root.said, log) if unknown else set()
     texts = _of_releases(unknown, root, log) or [_near(name, known) for name in unknown[:MAX_NAMES]]
-    texts += [words("argument-value", name=value) for value in _values(root.said)]
+    texts += [phrase_text("argument-value", name=value) for value in _values(root.said)]
     lacks = None if "Could not override" in log.text else _LACKS.search(root.said)
-    if lacks and texts in ([], [words("argument-unknown", name=lacks["key"])]):
+    if lacks and texts in ([], [phrase_text("argument-unknown", name=lacks["key"])]):
         values = {**lacks.groupdict(), "where": place_in_code(root.root)}
         return rules.finding("config-lacks-key", [place], values, certainty="likely")
     if not texts:
@@ -102,11 +102,11 @@ def _accepted(name: str, since: str, last: str, keys: ConfigKeys, log: Log) -> T
     package, releases = keys.table.package, keys.table.versions
     shown = {"name": name, "since": since, "last": last, "package": package, "program": keys.schema.program}
     if last == releases[-1]:
-        return words("argument-since", **shown)
+        return phrase_text("argument-since", **shown)
     if now := keys.table.renames.get(name):
-        return words("argument-renamed", now=now, **shown)
+        return phrase_text("argument-renamed", now=now, **shown)
     is_newer = package in log.versions and Version(log.versions[package]) > Version(last)
-    return words("argument-until" if is_newer or since == releases[0] else "argument-between", **shown)
+    return phrase_text("argument-until" if is_newer or since == releases[0] else "argument-between", **shown)
 
 
 # ----------------------------------------------------------------------------------------- what was probably meant
@@ -138,11 +138,11 @@ def _known(said: str, log: Log) -> set[str]:
 def _near(name: str, known: set[str]) -> Text:
     """An unknown name and the one that was probably meant. Dashes and underscores are equivalent."""
     if name.replace("-", "_") == "local_rank":
-        return words("argument-of-launcher", name=name)
+        return phrase_text("argument-of-launcher", name=name)
     plain = {each.replace("-", "_"): each for each in known}
     prefix, dot, last = name.replace("-", "_").rpartition(".")
     if last in plain and not dot:
-        return words("argument-elsewhere", name=name)
+        return phrase_text("argument-elsewhere", name=name)
     if near := closest(last, plain, cutoff=LEAST_SIMILARITY):
-        return words("argument-near", name=name, near=f"{prefix}{dot}{plain[near[0]]}")
-    return words("argument-unknown", name=name)
+        return phrase_text("argument-near", name=name, near=f"{prefix}{dot}{plain[near[0]]}")
+    return phrase_text("argument-unknown", name=name)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.checks.rules import RuleValues
 from reshard.runs.doctor.text.log import Log, LogLine, Traceback
 
@@ -196,11 +196,11 @@ def _of_program(names: NameLists) -> RuleValues | None:
     file, model = program_of(names.unexpected), program_of(names.missing)
     if file is None or file == model or (file == "huggingface" and model is None):
         return None
-    expected = words(f"names-of-{model or 'others'}")
+    expected = phrase_text(f"names-of-{model or 'others'}")
     return "of-program", {
-        "file": words(f"names-of-{file}"),
+        "file": phrase_text(f"names-of-{file}"),
         "model": expected,
-        "way": words(f"names-way-{file}"),
+        "way": phrase_text(f"names-way-{file}"),
     }
 
 

@@ -15,7 +15,7 @@ from reshard.base.foreign_text import clipped
 from reshard.base.languages import Text
 from reshard.runs.checks.finding import CERTAINTIES, UNKNOWN_FAILURE, Finding
 from reshard.runs.checks.location import Location
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.causes.shape_mismatches import contradict
 from reshard.runs.doctor.entries.analyses import ANALYSES
 from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogue
@@ -102,10 +102,12 @@ def _hit(
         return _Hit(entry, line, is_root, Specificity.KIND, tuple(first))
     beside = whole.text.replace(said, "") if said else whole.text
     shown = [
-        words("log-shows", text=_short(found[0])) for each in entry.hints if (found := each.search(beside))
+        phrase_text("log-shows", text=_short(found[0]))
+        for each in entry.hints
+        if (found := each.search(beside))
     ][:3]
     affected = [
-        words("version-affected", name=name, version=log.versions[name], affected=specifier)
+        phrase_text("version-affected", name=name, version=log.versions[name], affected=specifier)
         for name, specifier in entry.versions.items()
         if name in log.versions and _inside(log.versions[name], specifier)
     ]

@@ -6,7 +6,7 @@ import re
 
 from reshard.runs.doctor.text.exit_status import reports_exit
 from reshard.runs.doctor.text.line_prefixes import TRACEBACK_START
-from reshard.runs.doctor.text.python_messages import kind_of
+from reshard.runs.doctor.text.python_messages import message_kind
 
 EXCEPTION_NAME = (
     r"(?a:(?:[A-Za-z_]\w*\.)*(?:Exception|(?:[A-Z]|nccl[A-Z])\w*"
@@ -92,7 +92,7 @@ def logged_in(text: str) -> ErrorMessage | None:
     if reports_exit(text) or is_of_launcher(text):
         return None
     said = text.rpartition("rror: ")[2].strip()  # of an exception that a program caught and logged
-    return (kind, said) if (kind := kind_of(said)) else ("", text.strip())
+    return (kind, said) if (kind := message_kind(said)) else ("", text.strip())
 
 
 _CLOSING = {"`": "`", "“": "”", '"': '"', "「": "」", "'": "' "}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from reshard.base.languages import Text
-from reshard.runs.checks.phrases import words
+from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.text.log import Log, LogLine, Traceback
 from reshard.runs.doctor.text.partial_failures import (
     CUT_OFF_TRACEBACK,
@@ -129,7 +129,7 @@ def which_is_first(root: Traceback) -> Text:
         + "-of" * bool(root.stream)
     )
     who = f"rank {root.stream}" if root.stream.isdecimal() else root.stream
-    return words(phrase, exception=root.exception, who=who, line=root.last)
+    return phrase_text(phrase, exception=root.exception, who=who, line=root.last)
 
 
 def is_in(line: LogLine, failure: Traceback) -> bool:

@@ -27,7 +27,7 @@ _JOINED = re.compile(r"(\(\)(?=got )|keyword argument(?=['\"`]))")
 """Where people leave out a space."""
 
 
-def kind_of(message: str) -> str:
+def message_kind(message: str) -> str:
     """The exception of Python that has a message; "" if it is not one of Python's."""
     return next((name for name, pattern in _MESSAGES.items() if pattern.match(message)), "")
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from reshard.runs.doctor.text.line_prefixes import TRACEBACK_START
-from reshard.runs.doctor.text.python_messages import kind_of
+from reshard.runs.doctor.text.python_messages import message_kind
 
 
 class LogLine(NamedTuple):
@@ -172,7 +172,7 @@ def unwrapped(failure: Traceback) -> Traceback:
         message = match["inner"]
     if message != failure.message:
         named = _RAISED.match(message.split("\n")[0])
-        if kind := kind_of(message):
+        if kind := message_kind(message):
             failure.exception, failure.message = kind, message
         elif named and named[2]:
             failure.exception, failure.message = named[1], named[2]

@@ -50,7 +50,7 @@ class Checked:
         return [problem for problem in self.problems if problem.severity == "error"]
 
 
-def check(command: TrainingCommand) -> Checked:
+def check_command(command: TrainingCommand) -> Checked:
     """All problems of a command that can be seen before it starts. Nothing of it is executed or imported."""
     question = PythonQuestion(command)
     checked = Checked()

@@ -15,7 +15,7 @@ from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.plain_json import json_of
 from reshard.runs.guard.data.record_faults import faults
 from reshard.runs.guard.data.record_images import misplaced, unreadable
-from reshard.runs.guard.data.records import is_rewritten, kind_of, shapes_of, standard
+from reshard.runs.guard.data.records import is_rewritten, record_kind, shapes_of, standard
 
 DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 IMAGES = "images"
@@ -97,7 +97,7 @@ class _RecordChecker:
         clean = standard(row, shape)
         self.shapes[IMAGES] += "images" in clean
         self.shapes[REWRITTEN] += is_rewritten(row, clean)
-        kind = kind_of(clean)
+        kind = record_kind(clean)
         self.first = self.first or (kind, where)
         mixed = [] if kind == self.first[0] else [_mixed(kind, *self.first)]
         return [*misplaced(row, clean), *unreadable(clean, folder), *mixed]

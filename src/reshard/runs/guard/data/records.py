@@ -70,7 +70,7 @@ def chat_of(row: DataRow) -> list[DataRow]:
     return messages
 
 
-def kind_of(row: DataRow) -> str:
+def record_kind(row: DataRow) -> str:
     """The kind of a standard row: `chat as messages`, `plain text as strings`, `tokens`."""
     shape = next(shape for shape, columns in RECORD_SHAPES.items() if row.keys() >= set(columns))
     if shape == "tokens":

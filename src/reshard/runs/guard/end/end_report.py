@@ -141,7 +141,7 @@ class EndReport:
             "elsewhere": dict(self.elsewhere) if self.elsewhere else None,
         }
 
-    def told(self) -> dict[str, Any]:
+    def summary_for_nodes(self) -> dict[str, Any]:
         """What the guards of other nodes are told."""
         assert self.failure
         shown = " ".join(self.failure.shown[-1:])[:MAX_SENTENCE]
@@ -307,10 +307,10 @@ class _End:
         """The folder of `--final`, of a run that was not broken off."""
         if not self.options.final or self.outcome.status or self.outcome.stopped:
             return None
-        from reshard.final.final_folder import FinalRequest, final_of, missing
+        from reshard.final.final_folder import FinalRequest, final_of, without_checkpoint
 
         if saved.weights is None:
-            return missing(self.options.final, self.where)
+            return without_checkpoint(self.options.final, self.where)
         self.note(f"converting {saved.weights.path} to {self.options.final}, and checking it")
         origin = FinalRequest(
             self.options.merge, self.options.base, self.ran.model, self.ran.trust, self.ran.folder

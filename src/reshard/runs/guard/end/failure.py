@@ -98,7 +98,7 @@ class Failure:
 
 
 def _row(finding: Finding, language: str) -> dict[str, Any]:
-    told = finding.told(language)
+    told = finding.in_language(language)
     return {
         "code": finding.code,
         "certainty": finding.certainty,
