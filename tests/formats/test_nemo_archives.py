@@ -27,6 +27,7 @@ from tests.commandline import reshard as command
 from tests.genuine.make_nemo import model_yaml
 from tests.genuine.make_nemo_1 import KEPT
 from tests.judges import assert_same_tensors, tensors_of
+from tests.work import extract_all
 
 DATA = Path(__file__).parents[1] / "data" / "nemo"
 RANKS, ZARR = "ranks-tp2-pp2.nemo", "zarr-tp2-pp2.nemo"
@@ -75,14 +76,14 @@ def test_config_and_tokenizer_are_those_in_the_archive(name: str, base: Path, tm
 @pytest.mark.parametrize("name", KEPT)
 def test_an_unpacked_archive_is_the_same(name: str, base: Path, tmp_path: Path) -> None:
     with tarfile.open(DATA / name) as archive:
-        archive.extractall(tmp_path, filter="data")
+        extract_all(archive, tmp_path)
     assert reshard.verify(tmp_path, base, base=base).equal
 
 
 def test_nemo_2_in_zarr(base: Path, tmp_path: Path) -> None:
     """The arrays that megatron-core wrote, with the prefix and in the folders of NeMo 2's first releases."""
     with tarfile.open(DATA / ZARR) as archive:
-        archive.extractall(tmp_path, filter="data")
+        extract_all(archive, tmp_path)
     weights = (tmp_path / "model_weights").rename(tmp_path / "weights")
     (tmp_path / "model_config.yaml").unlink()
     for array in weights.glob("model.*"):
@@ -127,7 +128,7 @@ def test_every_format_of_tar(format: int, tmp_path: Path) -> None:
 
 def test_an_archive_of_gnu_tar(base: Path, tmp_path: Path) -> None:
     with tarfile.open(DATA / ZARR) as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
+        extract_all(archive, tmp_path / "unpacked")
     subprocess.run(["tar", "-cf", tmp_path / "gnu.nemo", "."], cwd=tmp_path / "unpacked", check=True)
     assert reshard.verify(tmp_path / "gnu.nemo", base, base=base).equal
 
@@ -220,7 +221,7 @@ def test_a_missing_chunk_is_an_error(tmp_path: Path) -> None:
 
 def test_a_truncated_rank_is_an_error(tmp_path: Path) -> None:
     with tarfile.open(DATA / RANKS) as archive:
-        archive.extractall(tmp_path, filter="data")
+        extract_all(archive, tmp_path)
     file = tmp_path / "tp_rank_00_pp_rank_001/model_weights.ckpt"
     file.write_bytes(file.read_bytes()[:-100])
     assert codes(tmp_path) == {"torch-file-truncated"}
@@ -228,7 +229,7 @@ def test_a_truncated_rank_is_an_error(tmp_path: Path) -> None:
 
 def test_the_file_of_another_rank_is_an_error(tmp_path: Path) -> None:
     with tarfile.open(DATA / RANKS) as archive:
-        archive.extractall(tmp_path, filter="data")
+        extract_all(archive, tmp_path)
     shutil.copytree(
         tmp_path / "tp_rank_00_pp_rank_001", tmp_path / "tp_rank_01_pp_rank_001", dirs_exist_ok=True
     )
@@ -238,7 +239,7 @@ def test_the_file_of_another_rank_is_an_error(tmp_path: Path) -> None:
 
 def test_the_norms_of_ranks_are_compared(base: Path, tmp_path: Path) -> None:
     with tarfile.open(DATA / RANKS) as archive:
-        archive.extractall(tmp_path, filter="data")
+        extract_all(archive, tmp_path)
     file = tmp_path / "tp_rank_01_pp_rank_001/model_weights.ckpt"
     content = torch.load(file, weights_only=False)
     content["model.decoder.final_layernorm.weight"] += 1
@@ -250,7 +251,7 @@ def test_the_norms_of_ranks_are_compared(base: Path, tmp_path: Path) -> None:
 def test_names_of_nemo_s_own_model(base: Path, tmp_path: Path) -> None:
     """Of `mcore_gpt: false`, whose rows have the same order: translated here from Megatron-Core's."""
     with tarfile.open(DATA / RANKS) as archive:
-        archive.extractall(tmp_path, filter="data")
+        extract_all(archive, tmp_path)
     names = {
         r"model\.(embedding|output_layer)": r"model.language_model.\1",
         r"model\.decoder": "model.language_model.encoder",

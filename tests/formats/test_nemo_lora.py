@@ -21,6 +21,7 @@ from tests.commandline import reshard as command
 from tests.genuine.make_nemo_1 import ADAPTED, CONFIG, KEPT_ADAPTERS, LORA, make
 from tests.genuine.nemo_adapters import ALPHA, DIM
 from tests.judges import assert_same_tensors, tensors_of
+from tests.work import extract_all
 
 DATA = Path(__file__).parents[1] / "data" / "nemo"
 
@@ -84,7 +85,7 @@ def test_peft_loads_and_merges_it(
 @pytest.fixture
 def unpacked(tmp_path: Path) -> Path:
     with tarfile.open(DATA / "lora-1.nemo") as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
+        extract_all(archive, tmp_path / "unpacked")
     return tmp_path / "unpacked"
 
 

@@ -11,6 +11,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.work import extract_all
+
 TESTS = Path(__file__).parents[1]
 DATA = TESTS / "data"
 MOST = 64 << 10
@@ -40,7 +42,7 @@ def archive() -> bytes:
 def unpacked(folder: Path) -> Path:
     """The same archive, unpacked."""
     with tarfile.open(fileobj=io.BytesIO(archive())) as found:
-        found.extractall(folder, filter="data")
+        extract_all(found, folder)
     return folder
 
 

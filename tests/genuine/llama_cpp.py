@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 
 from tests.environments import CACHE, LLAMA_CPP, python
+from tests.work import extract_all
 
 
 def source() -> Path:
@@ -50,7 +51,7 @@ def source() -> Path:
             alone = ["--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
             subprocess.run([*pip, *alone, "--dest", folder, LLAMA_CPP], check=True)
             with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
-                archive.extractall(folder, filter="data")
+                extract_all(archive, folder)
             ready.touch()
     return next(folder.glob("*/vendor/llama.cpp"))
 
