@@ -144,8 +144,11 @@ def test_objects_of_frameworks_stay_data(tmp_path: Path) -> None:
     }
     found = read_torch_file(saved(tmp_path / "x.pt", content), Sources())
     assert all(isinstance(value, pickles.Opaque) for name, value in found.items() if name != "class")
-    assert found["backend"].qualname == "megatron.core.transformer.enums.AttnBackend"
-    assert found["backend"].args == (AttnBackend.flash.value,)
+    name = "megatron.core.transformer.enums.AttnBackend"
+    assert (found["backend"].qualname, found["backend"].args[-1]) in (
+        (name, AttnBackend.flash.value),
+        ("builtins.getattr", "flash"),  # as Python pickles it before 3.11.4
+    )
     assert found["numpy"].state[1] == (3,)
     assert issubclass(found["class"], pickles.Opaque) and found["class"].name == "Linear"
 

@@ -308,9 +308,9 @@ def test_the_checks_import_no_framework(folder: Path) -> None:
     """They precede every run; `bench/guard.py` measures how long they take."""
     code = (
         "import os, sys, pathlib\n"
-        "from reshard.runs.guard.before.command_checks import check\n"
+        "from reshard.runs.guard.before.command_checks import check_command\n"
         "from reshard.runs.checks.command.read_command import read_command\n"
-        "check(read_command(sys.argv[1:], dict(os.environ), pathlib.Path.cwd()))\n"
+        "check_command(read_command(sys.argv[1:], dict(os.environ), pathlib.Path.cwd()))\n"
         "print([name for name in ('numpy', 'torch', 'transformers') if name in sys.modules])"
     )
     words = [sys.executable, "-c", code, "torchrun", "--nproc-per-node", "2", "train.py"]
