@@ -84,12 +84,6 @@ def scripts() -> list[bytes]:
     return files("doctor/reproduce/*.py", "doctor/head/*.py", "genuine/make_*.py", below=TESTS)
 
 
-def notebooks() -> list[bytes]:
-    """Such a script in a cell, with a log below it."""
-    both = zip(scripts(), logs(), strict=False)
-    return [notebook(code.decode(), printed.decode()[-4000:]) for code, printed in both]
-
-
 HEADERS: tuple[dict[str, object], ...] = (
     {"a": {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}},
     {

@@ -205,5 +205,4 @@ TARGETS: dict[str, Target] = {
     "doctor-launch": _text(lambda: encoded(*seeds.LAUNCHES), alone("launch.sh", calls.diagnosed)),
     "doctor-yaml": _text(lambda: encoded(*seeds.YAMLS), alone("config.yaml", calls.diagnosed)),
     "doctor-json": _json(lambda: encoded(*seeds.JSONS), alone("ds_config.json", calls.diagnosed)),
-    "doctor-notebook": _json(seeds.notebooks, alone("run.ipynb", calls.diagnosed)),
 }

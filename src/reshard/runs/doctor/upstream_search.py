@@ -44,16 +44,16 @@ def issue_search(root: Traceback) -> tuple[str, str]:
 
 MAX_QUERY = 100
 """Characters of a message to search for: GitHub takes 256, and the rest of a message is about this run."""
-_OF_THIS_RUN = re.compile(r"\S*[\\/]\S*|0x[0-9a-f]+|\S*\d\S*|[^\w\s.'-]+")
-"""Paths, addresses, numbers and signs: others who had this failure had other ones."""
+_OF_THIS_RUN = re.compile(r"[\\/\d]|^0x[0-9a-f]+$")
+"""In a word: a path, an address or a number. Others who had this failure had other ones."""
+_SIGNS = re.compile(r"[^\w\s.'-]+")
 
 
 def _search_words(said: str) -> str:
     """The words of a message by which others find it."""
-    phrase_text = _OF_THIS_RUN.sub(" ", said.split("\n")[0]).split()
-    return " ".join(phrase_text)[:MAX_QUERY].rsplit(" ", 1 if len(" ".join(phrase_text)) > MAX_QUERY else 0)[
-        0
-    ]
+    of_message = (word for word in said.split("\n")[0].split() if not _OF_THIS_RUN.search(word))
+    query = " ".join(_SIGNS.sub(" ", " ".join(of_message)).split())
+    return query if len(query) <= MAX_QUERY else query[:MAX_QUERY].rpartition(" ")[0]
 
 
 _LIBRARY = re.compile(
