@@ -21,7 +21,7 @@ from reshard.runs.checks.precision import has_bfloat16
 
 USUAL_TOOL = "script"
 """The tool that has a spelling for every setting: the user's own script."""
-SEARCHED_CHARACTERS = 1 << 20
+SEARCHED_CHARACTERS = 1 << 18
 """Characters of a text that are searched for tools."""
 WITH_BFLOAT16 = "<<with-bf16>>"
 """The mark of a line for GPUs that have bfloat16."""

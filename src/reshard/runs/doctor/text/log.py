@@ -39,12 +39,12 @@ class Log:
     lines: list[LogLine]
     tracebacks: list[Traceback]
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The text, stream by stream, so that the lines of a rank are contiguous."""
         return "\n".join(line.text for line in self.ordered)
 
-    @property
+    @cached_property
     def ordered(self) -> list[LogLine]:
         """Lines by stream, streams by their first line."""
         return [line for stream in self.streams.values() for line in stream]

@@ -2,7 +2,8 @@
 
 A run of 512 ranks prints each warning 512 times and the line of a step thousands of times. Lines are alike if they
 differ only in digits; the first few alike are kept, and the first few tracebacks that end in the same exception are
-kept completely. So the rank that failed first is kept, and memory does not grow with the log.
+kept completely. Lines that may report a failure have room of their own. So the rank that failed first is kept, wherever
+that is, and memory does not grow with the log.
 
 Nearly all lines of a long log repeat. A line that does, prefix included, while no traceback is open, is not parsed: its
 prefixes are removed only if it is among the last lines.
@@ -21,15 +22,31 @@ FIRST_LINES = 5_000
 """Lines at the beginning that are all kept: most logs are not longer."""
 LAST_LINES = 8_000
 """Lines at the end that are kept: torchelastic's summary of 512 ranks has seven lines for each."""
-MAX_CHARACTERS = 32_000_000
-"""Characters of new lines that are kept, and the same number of the last: long, different lines fill memory too."""
+MAX_CHARACTERS = 1_000_000
+"""Characters of new lines that are kept, the same number of those that may report a failure, and of the last lines."""
 MAX_COPIES = 3
 MAX_LINE_KINDS = 400_000
-"""Kinds of lines that are remembered; a log with more of them is thinned without regard to novelty."""
+"""Kinds of lines that are remembered; all others are new."""
 MAX_TRACEBACK_LINES = 600
 """Maximum lines of a traceback that are followed."""
 
 _DIGITS = b"0123456789"
+_FAILS = (
+    "rror",
+    "ERROR",
+    "xcept",
+    "ailed",
+    "ailure",
+    "illed",
+    "imed out",
+    "imeout",
+    "bort",
+    "FATAL",
+    "SIG",
+    "错",
+    "失败",
+)
+"""Parts of words of failures; a line that has none may only be the text of one."""
 _ENDS = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
 
 
@@ -51,13 +68,12 @@ class _Seen:
         self._times: dict[int, int] = {}
 
     def is_new(self, text: str) -> bool:
-        """Count a line. Returns whether it is among the first few of its shape; False if there are too many shapes."""
+        """Count a line. Returns whether it is among the first few of its shape, as far as shapes are remembered."""
         shape = hash(text[:500].encode("utf-8", "replace").translate(None, _DIGITS))
         times = self._times.get(shape, 0)
-        if times >= MAX_COPIES or (not times and len(self._times) >= MAX_LINE_KINDS):
-            return False
-        self._times[shape] = times + 1
-        return True
+        if times or len(self._times) < MAX_LINE_KINDS:
+            self._times[shape] = times + 1
+        return times < MAX_COPIES
 
 
 class _Thinner:
@@ -71,27 +87,33 @@ class _Thinner:
         self._open: dict[str, list[tuple[int, str]]] = {}
         self._last: deque[tuple[int, str | None, str]] = deque()
         """Lines that may be among the last ones. If the stream is None, the text still has its prefixes."""
-        self._room = self._room_at_end = MAX_CHARACTERS
+        self._room = self._room_for_failures = self._room_at_end = MAX_CHARACTERS
 
     def add(self, number: int, line: str) -> None:
         """Add the next line, as it is in the log."""
         followed = number <= FIRST_LINES or self._open or self._prefixes.held or TRACEBACK_START in line
-        if followed or (self._room > 0 and self._raw.is_new(line)):
+        if followed or (self._has_room(line) and self._raw.is_new(line)):
             for each in self._prefixes.read(number, line):
                 self._add(*each)
         else:
             self._pass(number, None, line)
 
     def _add(self, number: int, stream: str, text: str) -> None:
-        if self._room > 0 and (number <= FIRST_LINES or self._seen.is_new(text)):
+        if self._has_room(text) and (number <= FIRST_LINES or self._seen.is_new(text)):
             self._kept[number] = stream, text
-            self._room -= len(text)
+            if self._room > 0:
+                self._room -= len(text)
+            else:
+                self._room_for_failures -= len(text)
         else:
             self._pass(number, stream, text)
         if TRACEBACK_START in text:
             self._open[stream] = [(number, text)]
         elif stream in self._open:
             self._follow(number, stream, text)
+
+    def _has_room(self, text: str) -> bool:
+        return self._room > 0 or (self._room_for_failures > 0 and any(map(text.__contains__, _FAILS)))
 
     def _pass(self, number: int, stream: str | None, text: str) -> None:
         """Keep a line as long as it is among the last."""

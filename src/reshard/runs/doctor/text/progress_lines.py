@@ -35,10 +35,14 @@ def went_on(line: LogLine, measured: bool = False) -> bool:
 
 def progress(lines: Sequence[LogLine], measured: bool = False) -> dict[str, int]:
     """The number of the last line in each stream that shows that its process continued; `measured`: by metrics only."""
-    return {line.stream: line.number for line in lines if went_on(line, measured)}
+    last: dict[str, int] = {}
+    for line in reversed(lines):
+        if line.stream not in last and went_on(line, measured):
+            last[line.stream] = line.number
+    return last
 
 
 def after_progress(lines: Sequence[LogLine]) -> Sequence[LogLine]:
     """The lines after the last sign that the run continued."""
-    last = max((at for at, line in enumerate(lines) if went_on(line)), default=-1)
-    return lines[last + 1 :]
+    at = next((at for at in reversed(range(len(lines))) if went_on(lines[at])), -1)
+    return lines[at + 1 :]
