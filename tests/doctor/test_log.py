@@ -420,6 +420,7 @@ def waiting(rank: int, number: int, elements: int) -> str:
         ([(0, 7, 64), (1, 7, 64), (2, 7, 32)], "sizes differ at the same SeqNum 7: the ranks diverged"),
         ([(0, 7, 64), (1, 5, 64)], "look at rank 1"),
         ([(0, 7, 64), (1, 7, 64)], "a link or a GPU is at fault"),
+        ([(0, 3, 1), (1, 3, 1)], "2 ranks wait at the same barrier"),
     ],
 )
 def test_collectives_that_timed_out_are_compared(works: list[tuple[int, int, int]], told: str) -> None:

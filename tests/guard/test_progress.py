@@ -221,6 +221,31 @@ def test_other_values_only_warn() -> None:
     assert told("{'train_runtime': '0.5', 'train_loss': 'nan', 'epoch': '0.6'}")[1] == []
 
 
+OLMO = """[2024-04-17 09:42:{n}] INFO     [olmo.train:816, rank=0] [step={n}/739328,epoch=0]
+    optim/total_grad_norm=231.7
+    train/CrossEntropyLoss={loss}
+    train/Perplexity=76,631"""
+OLMO_CORE = """2026-08-08 12:01:00 INFO [olmo_core.train.callbacks:68] [step={n}/2000,epoch=0,eta=5h11m]
+    train/CE loss={loss}
+    train/PPL=511.9"""
+COMPOSER = """[epoch=1][batch={n}/100]:
+\t Train time/batch: 4
+\t Train loss/train/total: {loss}
+\t Train metrics/train/LanguageCrossEntropy: 10.9736"""
+
+
+@pytest.mark.parametrize("printed", [OLMO, OLMO_CORE, COMPOSER])
+def test_a_step_whose_loss_is_on_another_line(printed: str) -> None:
+    def lines(*losses: str) -> list[str]:
+        return [
+            line for n, loss in enumerate(losses, 10) for line in printed.format(n=n, loss=loss).split("\n")
+        ]
+
+    assert told(*lines("2.0", "nan", "nan", "2.0", "1.9"))[1] == []
+    _, (notice,) = told(*lines("2.0", "nan", "nan", "nan"))
+    assert notice.stop and str(notice.problem.found).startswith("step 11 of ")
+
+
 @pytest.mark.parametrize("name", ["torchrun-trainer-nan", "swift-sft-nan", "llamafactory-sft-nan"])
 def test_a_loss_that_transformers_hides_ends_the_run(name: str) -> None:
     """It prints 0 in place of NaN, with a gradient norm that is NaN."""

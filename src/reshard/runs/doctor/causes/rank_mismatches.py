@@ -172,6 +172,11 @@ class WatchdogWork(NamedTuple):
     operation: str
     elements: str
 
+    @property
+    def is_barrier(self) -> bool:
+        """Whether it carries no data: torch's `barrier` on NCCL is an all-reduce of one element."""
+        return self.operation == "BARRIER" or (self.operation, self.elements) == ("ALLREDUCE", "1")
+
     def __str__(self) -> str:
         return f"{self.operation} × {self.elements}" if self.elements else self.operation
 
@@ -189,6 +194,8 @@ def compared(log: Log) -> list[Text]:
         late = ", ".join(str(rank) for rank in sorted(works) if works[rank].number == first)
         return [phrase_text("ranks-behind", first=first, last=last, late=late)]
     kinds = sorted(set(works.values()))
+    if len(kinds) == 1 and kinds[0].is_barrier and _world(log) != len(works):
+        return [phrase_text("ranks-at-barrier", number=first, shown=kinds[0], count=len(works))]
     if len(kinds) == 1:
         return [phrase_text("ranks-alike", number=first, shown=kinds[0], count=len(works))]
     ranks = {kind: ", ".join(str(rank) for rank in sorted(works) if works[rank] == kind) for kind in kinds}

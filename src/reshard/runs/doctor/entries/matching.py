@@ -50,7 +50,8 @@ MAX_DESCRIPTION = 60
 def of_description(log: Log) -> Candidate | None:
     """The entry that a person describes without a line of its log; None for logs."""
     lines = [line for line in log.lines if line.text.strip()]
-    if not lines or len(lines) > MAX_DESCRIPTION or not any(is_by_person(line.text) for line in lines):
+    title_and_question = [lines[0].text, lines[-1].text] if lines else []
+    if len(lines) > MAX_DESCRIPTION or not any(map(is_by_person, title_and_question)):
         return None
     text = "\n".join(line.text for line in lines)
     found = (entry for entry in catalogue().values() if any(each.search(text) for each in entry.described))

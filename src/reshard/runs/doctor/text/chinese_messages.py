@@ -30,8 +30,8 @@ _ENGLISH = {
     "非法指令": "Illegal instruction",
 }
 _SAID = re.compile(
-    r"(?:(?P<colon>[:：]) ?|(?P<before>^|\] |\d  ?))"  # after a program's name, an error's number or a process id
-    rf"(?P<said>{'|'.join(_ENGLISH)})(?P<dumped> ?[(（](?:核心已转储|吐核)[)）])?(?=$|[\s:：'\".])"
+    r"(?:(?P<colon>[:：]) ?|(?P<before>^|\] |\d  ?|[\u4e00-\u9fff] ))"  # after a name, a number, or words in Chinese
+    rf"(?P<said>{'|'.join(_ENGLISH)})(?P<dumped> ?[(（](?:核心已转储|吐核)[)）])?(?=$|[\s:：'\".，。；！？、])"
 )
 
 _LINE = re.compile(r"[:：] ?(?:行 ?(\d{1,6})|第 ?(\d{1,6}) ?行)[:：]")

@@ -15,10 +15,10 @@ _NUMBER = re.compile(
 )
 _DIED = re.compile(r"died with <Signals\.(?P<name>SIG[A-Z]+)")
 _NAME = re.compile(r"[Ss]ignal:? (?P<name>SIG[A-Z]+)")
-_OF_SHELL = r"(?:^|line \d+:\s+\d+\s|:\s)"
-"""Before what a shell prints of a process that a signal ended."""
+_OF_SHELL = r"(?:^|line \d+:\s+\d+\s|:\s|[\u4e00-\u9fff]\s?)"
+"""Before what a shell prints of a process that a signal ended, also in a Chinese sentence."""
 _WORDS = {
-    "SIGSEGV": re.compile(rf"{_OF_SHELL}Segmentation fault\b|!!!!!!! Segfault encountered !!!!!!!"),
+    "SIGSEGV": re.compile(rf"{_OF_SHELL}(?i:s)egmentation fault\b|!!!!!!! Segfault encountered !!!!!!!"),
     "SIGABRT": re.compile(rf"{_OF_SHELL}Aborted\b"),
     "SIGBUS": re.compile(rf"{_OF_SHELL}Bus error\b"),
     "SIGILL": re.compile(rf"{_OF_SHELL}Illegal instruction\b"),

@@ -54,10 +54,10 @@ _COUNTER = re.compile(
 """Names of values that count steps. Bars, and `10/100` without a name, do so as well."""
 _RECORD_COUNTERS = ("learning rate", "lr", "grad norm")
 """Names of values by which a record is one of training, too: transformers prints no step."""
-_LOSS = re.compile(r"\bloss(?: (?:step|epoch|train))?$")
+_LOSS = re.compile(r"(?:\b|entropy)loss(?: (?:step|epoch|train|train total))?$")
 _TRAINING_LOSS = re.compile(
-    r"(?:(?:reduced|global|actor) )?(?:(?:lm|train(?:ing)?|total|mean|avg|average|batch|pg|policy) )?loss"
-    r"(?: (?:step|train))?"
+    r"(?:(?:reduced|global|actor|train) )?(?:(?:lm|ce|train(?:ing)?|total|mean|avg|average|batch|pg|policy) )?"
+    r"(?:cross ?entropy ?)?loss(?: (?:step|train|train total))?"  # CrossEntropyLoss: OLMo; loss/train/total: Composer
 )
 _EVALUATION = re.compile(r"\b(?:val|valid|validat\w+|eval\w*|test|testing|dev)\b", re.IGNORECASE)
 _UNIT_WORDS = 2
@@ -65,6 +65,28 @@ _SUMMARY = "train runtime"
 """In the last record of transformers, whose loss is an average, while the model is still to be saved."""
 _NAN_ITERATIONS = "number of nan iterations"
 """Megatron-LM leaves a loss out of its line when the average is NaN (megatron/training/training.py: training_log)."""
+
+
+_HEADING = re.compile(r"(?:^|[\s\]])(\[(?:step|batch)=\d+(?:/\d+)?[^\]]*\]):?\s*$")
+_BELOW = re.compile(r"(?:\s{2}|\t)\s*\w[^=:]{0,80}[=:]")
+
+
+class StepHeadings:
+    """Joins a step and its values that are on lines of their own, as OLMo and Composer print them."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int | None, str] = {}
+
+    def joined(self, text: str, rank: int | None = None) -> str:
+        """A line below a step with this step in front, any other line as it is."""
+        text = ESCAPES.sub("", text.rstrip())
+        if heading := _HEADING.search(text):
+            self._steps[rank] = heading[1]
+        elif rank in self._steps and _BELOW.match(text):
+            return f"{self._steps[rank]} {text.strip()}"
+        else:
+            self._steps.pop(rank, None)
+        return text
 
 
 class LossReading(NamedTuple):

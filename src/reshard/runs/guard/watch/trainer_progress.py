@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from reshard.base.errors import Problem
 from reshard.runs.guard.options import GuardOptions
-from reshard.runs.guard.watch.loss_lines import NanRule, not_finite, read_losses, single_spaced
+from reshard.runs.guard.watch.loss_lines import NanRule, StepHeadings, not_finite, read_losses, single_spaced
 from reshard.runs.guard.watch.watcher import Notice, OutputLine, Watcher
 
 _N, _TOTAL = r"(?P<n>\d(?:[\d.,]*\d)?[kMGT]?)", r"(?P<total>\d(?:[\d.,]*\d)?[kMGT]?)"
@@ -102,6 +102,7 @@ class TrainerProgress(Watcher):
 
     def __post_init__(self) -> None:
         self._rule = NanRule(self.nan_steps)
+        self._headings = StepHeadings()
 
     @property
     def interval(self) -> float:
@@ -111,7 +112,7 @@ class TrainerProgress(Watcher):
     def line(self, line: OutputLine) -> Iterator[Notice]:
         """Read a line; report losses that are not finite."""
         self.spoke = line.time
-        seen = read(line.text)
+        seen = read(self._headings.joined(line.text, line.rank))
         if seen.counter is not None and [seen.n] != self._counters.get(seen.counter, [])[-1:]:
             self._advance(line.time, seen, seen.counter)
         yield from self._check_loss(line.rank, seen)
