@@ -35,10 +35,12 @@ _EMPTY = re.compile(r"size of (?:the )?tensor (?:a )?\(0\) must match the (?:exi
 """The beginning of the same message, as people cut it."""
 _NARROW = re.compile(r"start \(\d+\) \+ length \((?P<length>[1-9]\d*)\) exceeds dimension size \(0\)")
 
-_EMBEDDING = re.compile(r"embed|lm_head|output_layer|\bwte\b|tok_embeddings|^output\.|score")
+_EMBEDDING = re.compile(
+    r"embed|lm_head|output_layer|\bwte\b|tok_embeddings|^output\.|score|cls\.predictions\."
+)
 _VOCABULARY = re.compile(
     r"lm_head|embed_tokens|\bw[tp]e\b|word_embeddings|output_layer|(?:^|\.)output\.weight|score"
-    r"|embed_positions|position_embeddings?|embed_out"
+    r"|embed_positions|position_embeddings?|embed_out|cls\.predictions\.(?:bias|decoder)"
 )
 """Embeddings and heads of which no tensor-parallel rank has a part of each row. Llama's `tok_embeddings` are cut so."""
 _COLUMNS = re.compile(r"\b(?:(?:[qkv]|gate|up|gate_up|qkv)_proj|query_key_value|linear_qkv|linear_fc1)\b")
@@ -54,7 +56,7 @@ _LABELS = re.compile(
 )
 MAX_LABELS = 1000
 """Rows up to which a head classifies: a vocabulary is larger."""
-_EXPERTS = re.compile(r"expert|router|mlp\.gate\.weight|gate\.weight$|gate_inp")
+_EXPERTS = re.compile(r"experts|shared_expert\b|\brouter\b|mlp\.gate\.weight|gate\.weight$|gate_inp")
 _ADAPTER = re.compile(r"lora_[AB]|lora_(?:up|down)|linear_(?:in|out)\.weight")
 _KEYS_VALUES = re.compile(r"\b[kv]_proj|\bw[kv]\b|\b(?:key|value)\b")
 MAX_LORA_RANK = 1024
