@@ -116,7 +116,7 @@ def test_entries_that_share_hardly_a_word_are_not_near() -> None:
             "Some specified arguments are not used by the HfArgumentParser: ['--overlap_com']",
             "unknown-key",
         ),
-        ("When I train I get 'frob' from a wibble, any ideas?", UNKNOWN_FAILURE),
+        ("When I train I get 'frob' from a wibble, any ideas?", "run-end-unknown"),
         (
             "NCCL error in: a.cpp:1331, unhandled system error (run with NCCL_DEBUG=INFO for details)",
             UNKNOWN_FAILURE,

@@ -14,10 +14,11 @@ from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogue
 from reshard.runs.doctor.text.first_failure import which_is_first
+from reshard.runs.doctor.text.free_text import is_question
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import CUT_OFF_TRACEBACK, EXIT_STATUS, is_launchers
 from reshard.runs.doctor.text.remedy_sentences import asks
-from reshard.runs.doctor.upstream_search import issue_search, own_code
+from reshard.runs.doctor.upstream_search import issues_of, own_code, search_words
 
 UNKNOWN_THAT_ASKS = "unknown-failure-that-asks"
 WORKER_TRACEBACK_MISSING = "worker-traceback-missing"
@@ -56,6 +57,8 @@ def of_unknown(root: Traceback, log: Log) -> Finding | None:
     """The answer to a failure that nothing explains: its message, its frames, and where to search for it."""
     if is_launchers(root):
         return None
+    if is_question(root.said) and not (root.exception or root.frames):
+        return of_unended(log)
     first = root.root
     asked = clipped(asks(root.message), MAX_MESSAGE)
     near = nearest(root.said, catalogue().values())
@@ -96,12 +99,9 @@ def _where_to_search(first: Traceback) -> Text:
     elif first.exception in (CUT_OFF_TRACEBACK, EXIT_STATUS):
         return Text.same("")
     else:
-        name, url = issue_search(first)
-        found = (
-            phrase_text("search-upstream", name=name, url=url)
-            if name
-            else phrase_text("search-anywhere", url=url)
-        )
+        name, url = issues_of(first)
+        phrase = "search-upstream" if name else "search-anywhere"
+        found = phrase_text(phrase, name=name, url=url, said=search_words(first.said))
     return Text(f"{found.en}\n", f"{found.zh}\n")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from pathlib import Path
-from urllib.parse import quote_plus
 
 from reshard.base.data_files import read_data
 from reshard.base.languages import Text
@@ -28,20 +27,18 @@ def repositories() -> dict[str, str]:
     return content
 
 
-def issue_search(root: Traceback) -> tuple[str, str]:
-    """The package whose code raised an exception ("" if unknown), and the address of a search in its issues.
+def issues_of(root: Traceback) -> tuple[str, str]:
+    """The package whose code raised an exception ("" if unknown), and the address where its issues are searched.
 
     torch's wrappers that only pass a call on (`torch/nn/modules/module.py`, `torch/autograd`) count as little as a
     script: the innermost frame of another package takes precedence.
     """
     found = [name for frame in reversed(root.frames) if (name := package_of(frame))]
     name = next((each for each in found if each != "torch"), next(iter(found), ""))
-    if not name:
-        return "", f"https://github.com/search?type=issues&q={quote_plus(_search_words(root.said))}"
-    query = quote_plus(f"is:issue {_search_words(root.said)}")
-    return name, f"https://github.com/{repositories()[name]}/issues?q={query}"
+    return (name, f"https://github.com/{repositories()[name]}/issues") if name else ("", ALL_ISSUES)
 
 
+ALL_ISSUES = "https://github.com/search"
 MAX_QUERY = 100
 """Characters of a message to search for: GitHub takes 256, and the rest of a message is about this run."""
 _OF_THIS_RUN = re.compile(r"[\\/\d]|^0x[0-9a-f]+$")
@@ -49,7 +46,7 @@ _OF_THIS_RUN = re.compile(r"[\\/\d]|^0x[0-9a-f]+$")
 _SIGNS = re.compile(r"[^\w\s.'-]+")
 
 
-def _search_words(said: str) -> str:
+def search_words(said: str) -> str:
     """The words of a message by which others find it."""
     of_message = (word for word in said.split("\n")[0].split() if not _OF_THIS_RUN.search(word))
     query = " ".join(_SIGNS.sub(" ", " ".join(of_message)).split())
