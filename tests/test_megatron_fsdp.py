@@ -288,6 +288,15 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert commandline.reshard("verify", DATA / "qwen3", ours, "--proof").code == 0
 
 
+@pytest.mark.parametrize("variant", ["mimo", "deepseek_v3_mtp"])
+def test_multi_token_prediction_is_read_under_both_of_its_names(
+    variant: str, hf_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Also where Transformer Engine fuses a norm of that layer."""
+    ours = convert(hf_model(variant), tmp_path / "ours", to="megatron-fsdp")
+    assert reshard.verify(hf_model(variant), ours).equal
+
+
 @pytest.mark.thorough
 def test_the_masters_of_a_run_become_the_weights(genuine: Callable[..., Any], tmp_path: Path) -> None:
     """Megatron-FSDP has no other weights."""

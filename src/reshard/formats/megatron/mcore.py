@@ -167,10 +167,11 @@ def name_of(place: MegatronPosition) -> str:
 
 def unfused(module: str) -> str:
     """The local name of a module below a layer, whose norm Transformer Engine may have fused."""
+    module = module.replace("mtp_model_layer.", "transformer_layer.")
     for fused, plain in FUSED_NORMS.items():
         if module.endswith(fused):
             return module[: -len(fused)] + plain
-    return module.replace("mtp_model_layer.", "transformer_layer.")
+    return module
 
 
 class LayerSpelling:
