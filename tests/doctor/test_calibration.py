@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.runs.checks.finding import UNKNOWN_FAILURE
 from reshard.runs.doctor.entries.catalogue_entry import catalogue
 from reshard.runs.doctor.log_diagnosis import diagnose_text
 from reshard.runs.doctor.unknown_failure import nearest
@@ -80,103 +79,10 @@ def test_a_log_that_ends_in_a_failure_is_never_clean(line: str, tmp_path: Path) 
     assert command("doctor", tmp_path / "run.log").code == 0
 
 
-def test_a_message_below_frames_is_taken_without_the_name_of_its_exception() -> None:
-    said = '  File "/a/b.py", line 3, in f\n    g()\nThe frob is nicated, and cannot be unnicated.'
-    (found,) = diagnose_text("log", said)
-    assert (
-        found.code == UNKNOWN_FAILURE
-        and "frob is nicated" in found.rule.en
-        and "the log ends here" not in found.rule.en
-    )
-
-
-def test_an_exception_in_a_sentence_is_taken_before_a_traceback_that_lacks_one() -> None:
-    said = "I get `FrobError: the frob is gone` on 2 nodes.\n" + CALL
-    (found,) = diagnose_text("log", said)
-    assert "FrobError: the frob is gone\n" in found.rule.en + "\n" and "log ends here" not in found.rule.en
-
-
 def test_entries_that_share_hardly_a_word_are_not_near() -> None:
     assert nearest("FrobError: frobnicate wibble wobble quux", ENTRIES.values()) == []
     entry = ENTRIES["dtensor-mixed-cat"]
     assert entry.id in nearest(entry.excerpt.splitlines()[-3], ENTRIES.values())
-
-
-@pytest.mark.parametrize(
-    ("asked", "code"),
-    [
-        ("我训练的时候提示 got mixed torch.Tensor and DTensor, 请问怎么办", "dtensor-mixed"),
-        (
-            "libcudart.so.12: cannot open shared object file: No such file or directory",
-            "cuda-library-missing",
-        ),
-        ("训练到一半 loss 变成 nan 了", "loss-nan"),
-        ("Watchdog caught collective operation timeout", "hang-nccl"),
-        (
-            "Some specified arguments are not used by the HfArgumentParser: ['--overlap_com']",
-            "unknown-key",
-        ),
-        ("When I train I get 'frob' from a wibble, any ideas?", "run-end-unknown"),
-        (
-            "NCCL error in: a.cpp:1331, unhandled system error (run with NCCL_DEBUG=INFO for details)",
-            UNKNOWN_FAILURE,
-        ),
-    ],
-)
-def test_a_sentence_about_a_failure_is_answered(asked: str, code: str) -> None:
-    assert diagnose_text("-", asked)[0].code == code
-
-
-def test_a_message_that_says_what_one_cannot_do_is_no_advice() -> None:
-    (found,) = diagnose_text("-", "FrobError: You can't frob a wibble")
-    assert "message itself says what to do" not in found.remedy.en
-
-
-@pytest.mark.parametrize("path", ["config.json", "conf/ds.json", "/data/train.jsonl"])
-def test_a_file_that_is_missing_is_no_entry_by_itself(path: str) -> None:
-    said = f"{CALL}FileNotFoundError: [Errno 2] No such file or directory: '{path}'"
-    found = diagnose_text("log", said)[0]
-    assert found.code == UNKNOWN_FAILURE and path in found.rule.en
-
-
-def test_a_keyword_that_is_the_newer_one_is_not_said_to_be_removed() -> None:
-    said = "DPOTrainer.__init__() got an unexpected keyword argument 'processing_class'"
-    (found,) = diagnose_text("log", f"trl 0.11.3\n{CALL.replace('g()', 'g(tokenizer)')}TypeError: {said}")
-    assert found.code == "api-came-later" and "'trl>=0.12.0'" in found.remedy.en
-
-
-def test_exceptions_that_are_not_called_errors_are_seen() -> None:
-    said = "pyarrow.lib.ArrowInvalid: the frob of a column is no frob\nx\ny\nz\nw"
-    assert "ArrowInvalid" in diagnose_text("log", said)[0].rule.en
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "Not an error, but frobs cannot be patched",
-        "XFAIL tests/a.py::b (AssertionError: frob)",
-        "[I1122 11:36:49.195080631 TCPStoreLibUvBackend.cpp:1354] [c10d] uv_loop_close failed with:-16 errn:EBUSY",
-        'INFO:     127.0.0.1:50464 - "GET /favicon.ico HTTP/1.1" 404 Not Found',
-        "INFO:root:retrying after error 503",
-        "a.cpp:3:7: warning: unused variable 'error' [-Wunused-variable]",
-        "wandb: WARNING Unable to verify login\nwandb: Waiting for the process to finish... (success).",
-        "Using the default, as it is not set\nYou are not using flash attention",
-        "epoch 1 done, no problems",
-        "/x/state_dict_loader.py:144: UserWarning: torch.distributed is unavailable or uninitialized, assuming the"
-        " intent is to load in a single process.\n  warnings.warn(",
-    ],
-)
-def test_what_says_that_it_is_no_error_is_none(line: str) -> None:
-    assert diagnose_text("log", f"start\n{line}") == []
-
-
-def test_code_of_the_user_is_named_and_its_line_shown() -> None:
-    own = CALL.replace("/a/b.py", "/home/me/train.py")
-    (found,) = diagnose_text("log", f"{own}KeyError: 'frob'")
-    assert "It was raised in /home/me/train.py:3 f" in found.remedy.en and "github.com" not in found.remedy.en
-    assert "g()" in found.rule.en
-    (found,) = diagnose_text("log", f"{CALL.replace('/a/b.py', '/x/site-packages/trl/a.py')}KeyError: 'frob'")
-    assert "github.com/huggingface/trl" in found.remedy.en and "your own" not in found.remedy.en
 
 
 # ---------------------------------------------------------------------------------------- what nothing is known of

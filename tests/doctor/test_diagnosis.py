@@ -99,14 +99,6 @@ def test_a_trap_in_a_run_that_ended_well_is_told_as_a_warning(identifier: str) -
     assert identifier in (found[0].code, *found[0].also)
 
 
-def test_a_failure_that_nobody_described_is_said_to_be_unknown() -> None:
-    frame = 'Traceback (most recent call last):\n  File "/a/b.py", line 3, in f\n    g()\n'
-    log = frame + "FrobnicationError: the frob is nicated"
-    (found,) = diagnose_text("log", log)
-    assert found.code == UNKNOWN_FAILURE and found.certainty == "unknown"
-    assert "FrobnicationError: the frob is nicated" in found.rule.en and "/a/b.py:3 f" in found.rule.zh
-
-
 def test_a_rank_that_only_lost_its_peer_is_not_the_cause() -> None:
     entry = ENTRIES["fsdp1-requires-grad"]
     lost = ["Traceback (most recent call last):", '  File "/a/b.py", line 3, in f', "    g()"]

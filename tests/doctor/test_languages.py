@@ -13,6 +13,7 @@ import yaml
 
 import reshard
 from reshard.base.errors import Problem
+from reshard.base.languages import LANGUAGES
 from reshard.base.translations import translated, translations
 from reshard.runs.checks import phrases, rules
 from reshard.runs.checks.finding import Finding
@@ -169,3 +170,11 @@ def test_json_keeps_its_shape(tmp_path: Path) -> None:
     assert all(isinstance(line, str) for each in (plain, chinese) for line in each["evidence"])
     assert plain["title"].keys() == {"en", "zh"} and chinese["title"] == plain["title"]["zh"]
     assert plain["evidence"] and "最先" in chinese["evidence"][0] and "first failure" in plain["evidence"][0]
+
+
+def test_certainties_are_told_in_both_languages() -> None:
+    (found,) = diagnose_text("log", "RuntimeError: self and mat2 must have the same dtype")
+    assert [phrases.aside(found).of(language) for language in LANGUAGES] == [
+        "(dtypes-differ, likely)",
+        "（dtypes-differ，很可能）",
+    ]

@@ -296,26 +296,6 @@ def test_what_a_run_got_over_is_no_failure(how: str, after: str) -> None:
     assert diagnose_text("log", f"{LOOSE[how]}\n{after}") == []
 
 
-HARMLESS = [
-    "[W socket.cpp:464] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family "
-    "not supported by protocol).",
-    "WARNING: fast kernels are off (ModuleNotFoundError: No module named 'frob')",
-    "exit code 0",
-    "process 12 exited with code 0",
-    "0 errors, error rate: 0.00",
-]
-
-
-@pytest.mark.parametrize("line", HARMLESS)
-def test_what_only_looks_like_a_failure_is_none(line: str) -> None:
-    assert diagnose_text("log", line) == []
-
-
-def test_frames_without_their_first_line_are_shown_with_the_exception() -> None:
-    (found,) = diagnose_text("log", "\n".join([*FAILURE[3:-1], "FrobError: the frob is", "nicated"]))
-    assert "trainer.py:2245 train" in found.rule.en and "the frob is\n  nicated" in found.rule.en
-
-
 def test_an_exception_without_a_traceback_is_matched_as_the_first_failure() -> None:
     (found,) = diagnose_text("log", f"{STEPS}\n[rank2]: {FAILURE[-1]}")
     assert found.code == "dtensor-mixed-cat" and any(
@@ -348,20 +328,6 @@ STATUSES = (
 def test_every_signal_is_told_in_the_words_of_every_launcher(number: int, status: str) -> None:
     line = status.format(number, 128 + number, signal.Signals(number).name)
     assert [found.code for found in diagnose_text("log", line)] == [SIGNALS[number]]
-
-
-@pytest.mark.parametrize(
-    ("line", "identifier"),
-    [
-        ("run.sh: line 7: 12345 Killed                  python train.py", "killed-by-signal"),
-        ("Segmentation fault (core dumped)", "killed-crash"),
-        ("Fatal Python error: Segmentation fault", "killed-crash"),
-        ("bash: line 1:   812 Bus error               (core dumped) python a.py", "killed-crash"),
-        ("Aborted (core dumped)", "killed-crash"),
-    ],
-)
-def test_signals_as_shells_tell_them(line: str, identifier: str) -> None:
-    assert [found.code for found in diagnose_text("log", line)] == [identifier]
 
 
 LAUNCHER = [
@@ -398,51 +364,6 @@ def test_an_assertion_without_a_message_is_told_by_its_source() -> None:
     lines = [*FAILURE[:4], "    assert rate is not None", "           ^^^^", "AssertionError"]
     (found,) = diagnose_text("log", "\n".join(lines))
     assert found.places[0].text == "AssertionError: assert rate is not None"
-
-
-def test_a_message_that_says_what_to_do_is_the_cure() -> None:
-    said = "FrobError: this card has no frob. Please set `FROB=0` or use `frobless`. Bye."
-    (found,) = diagnose_text("log", "\n".join([*FAILURE[:-1], said]))
-    assert found.code == "message-names-cure"
-    assert "Please set `FROB=0` or use `frobless`." in found.remedy.zh and "Bye" not in found.remedy.en
-
-
-def waiting(rank: int, number: int, elements: int) -> str:
-    work = f"WorkNCCL(SeqNum={number}, OpType=ALLREDUCE, NumelIn={elements}, NumelOut={elements}, Timeout(ms)=600000)"
-    return (
-        f"[E ProcessGroupNCCL.cpp:475] [Rank {rank}] Watchdog caught collective operation timeout: {work} ran"
-    )
-
-
-@pytest.mark.parametrize(
-    ("works", "told"),
-    [
-        ([(0, 7, 64), (1, 7, 64), (2, 7, 32)], "sizes differ at the same SeqNum 7: the ranks diverged"),
-        ([(0, 7, 64), (1, 5, 64)], "look at rank 1"),
-        ([(0, 7, 64), (1, 7, 64)], "a link or a GPU is at fault"),
-        ([(0, 3, 1), (1, 3, 1)], "2 ranks wait at the same barrier"),
-    ],
-)
-def test_collectives_that_timed_out_are_compared(works: list[tuple[int, int, int]], told: str) -> None:
-    (found,) = diagnose_text("log", "\n".join(waiting(*work) for work in works))
-    assert found.code == "hang-nccl" and any(told in each.en for each in found.evidence)
-    hardware = "a link or a GPU" in " ".join([found.rule.en, *map(str, found.evidence)])
-    assert hardware == ("a link" in told)
-
-
-def test_a_missing_module_is_installed_with_the_interpreter_of_the_log() -> None:
-    said = "ModuleNotFoundError: No module named 'frob'"
-    (found,) = diagnose_text("log", "\n".join(["/data/env/bin/python train.py", *FAILURE[:-1], said]))
-    assert (found.code, found.certainty) == ("module-not-found", "likely")
-    assert "/data/env/bin/python -m pip install frob" in found.remedy.en
-
-
-def test_the_history_of_a_name_depends_on_who_asks_for_it() -> None:
-    said = "ImportError: cannot import name 'AdamW' from 'transformers'"
-    (found,) = diagnose_text("log", "\n".join([*FAILURE[:3], said]))
-    assert found.code == "api-is-gone" and "from torch.optim import AdamW" in found.remedy.en
-    (found,) = diagnose_text("log", "\n".join([*FAILURE[:-1], said]))
-    assert found.code == "one-package", "a package asks for it: what to write in a script is no cure"
 
 
 @pytest.mark.parametrize(

@@ -91,15 +91,6 @@ def test_each_is_a_failure_that_is_not_unknown(said: str) -> None:
     assert found and found[0].code != "unknown-failure" and found[0].severity == "error"
 
 
-def test_memory_is_called_the_process_s_own_only_where_the_message_says_so() -> None:
-    said = (
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 "
-        "GiB of which 1.00 GiB is free."
-    )
-    (found,) = diagnose_text("log", said)
-    assert any("79 GiB are in use, 99 %" in each.en and "nvidia-smi" in each.en for each in found.evidence)
-
-
 def test_a_host_that_has_too_little_is_told_what_was_requested() -> None:
     """numpy's own message, from this interpreter."""
     run = subprocess.run(
@@ -110,41 +101,6 @@ def test_a_host_that_has_too_little_is_told_what_was_requested() -> None:
     )
     found = diagnose_text("log", run.stderr)
     assert found[0].code == "short-host-memory" and "728 TiB requested" in found[0].rule.en
-
-
-@pytest.mark.parametrize(
-    ("change", "shows"),
-    [
-        ("Process 4711 has 40.50 GiB memory in use. ", "other processes use 40.5 GiB"),
-        ("Of the allocated memory 60 GiB is allocated by PyTorch, and 9.00 GiB is reserved by PyTorch but unallocated.",
-         "fragmentation"),
-        ("Of the allocated memory 75 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated.",
-         "75 GiB, 94 % of the GPU"),
-    ],
-)  # fmt: skip
-def test_the_numbers_say_why_a_gpu_was_full(change: str, shows: str) -> None:
-    said = (
-        "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity "
-        f"of 80 GiB of which 1.25 GiB is free. {change}"
-    )
-    evidence = [str(each) for each in diagnose_text("log", said)[0].evidence]
-    assert any(shows in each for each in evidence), evidence
-    assert any("rank 3, GPU 3" in each for each in evidence)
-
-
-GPUS = {
-    "Value error, World size (8) is larger than the number of available GPUs (4) in this node.": (8, 4),
-    "ValueError: Total available GPUs 8.0 is less than total desired GPUs 16": (16, 8),
-    "MisconfigurationException: You requested gpu: [0, 1, 2, 3]\n But your machine only has: [0, 1]": (4, 2),
-}
-
-
-@pytest.mark.parametrize("said", GPUS)
-def test_gpus_are_counted(said: str) -> None:
-    asked, there = GPUS[said]
-    (found,) = diagnose_text("log", f"$ torchrun --nproc-per-node={asked} train.py\n{said}")
-    assert found.code == "short-gpus" and f"Use {there} instead of {asked}" in found.remedy.en
-    assert f"{asked} requested, {there} available; the command line says `--nproc-per-node=" in found.rule.en
 
 
 ALIKE = {

@@ -84,11 +84,6 @@ def test_the_collectives_of_two_ranks_are_told() -> None:
     assert "collective-mismatch" in shown and "Rank 0: 7 ALLREDUCE [8]; rank 1: 7 BROADCAST [4]" in shown
 
 
-def test_the_rank_that_only_the_launcher_passes_is_told() -> None:
-    shown = told("usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --local_rank=0")
-    assert "torch.distributed.launch" in shown
-
-
 ARGPARSE = """
 import argparse
 parser = argparse.ArgumentParser("train.py")
@@ -102,33 +97,3 @@ def test_the_nearest_argument_is_told_from_the_usage() -> None:
     shown = told(run.stderr)
     assert "`learnig_rate` is unknown; the nearest known name is `learning_rate`" in shown
     assert "`num_train_epoch` is unknown; the nearest known name is `num-train-epochs`" in shown
-
-
-@pytest.mark.parametrize(
-    ("text", "near"),
-    [
-        ("[INFO:swift] x\nValueError: remaining_argv: ['--lora_rnk', '8']", "`lora_rank`"),
-        (
-            "$ llamafactory-cli train x.yaml\n"
-            "ValueError: Some keys are not used by the HfArgumentParser: ['cutof_len', 'lora_rnk']",
-            "`cutoff_len`",
-        ),
-        (
-            "ValueError: The config file at x.yaml had unknown keys (['fsdp_cpu_ram_eficient_loading']), please try "
-            "upgrading your `accelerate` version or fix (and potentially remove) these keys from your config file.",
-            "`fsdp_cpu_ram_efficient_loading`",
-        ),
-        (
-            "pydantic_core._pydantic_core.ValidationError: 1 validation error for DeepSpeedZeroConfig\noverlap_com\n"
-            "  Extra inputs are not permitted [type=extra_forbidden, input_value=True, input_type=bool]",
-            "`overlap_comm`",
-        ),
-        (
-            "omegaconf.errors.ConfigAttributeError: Key 'n_gpu_per_node' is not in struct\n"
-            "    full_key: trainer.n_gpu_per_node\n    object_type=dict",
-            "`trainer.n_gpus_per_node`",
-        ),
-    ],
-)
-def test_the_nearest_key_is_told_from_the_releases_of_the_program(text: str, near: str) -> None:
-    assert f"is unknown; the nearest known name is {near}" in told(text)
