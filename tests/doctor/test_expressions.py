@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from reshard.runs.doctor.causes.gpus_and_ports import _FLAG
+from reshard.runs.doctor.causes.message_rules import message_rules
 from reshard.runs.doctor.entries.catalogue_entry import catalogue
 from reshard.runs.doctor.remedy_spelling import _shows
 from reshard.runs.doctor.text.text_files import MAX_LINE
@@ -124,6 +125,9 @@ def expressions() -> Iterator[tuple[str, re.Pattern[str], str]]:
             entry.id, [entry.patterns, entry.needs, entry.unless, entry.hints, entry.described]
         ):
             yield path, pattern, "search"
+    for rule in message_rules():
+        for pattern in (rule.pattern, rule.needs, rule.unless):
+            yield rule.code, re.compile(pattern, re.ASCII), "search"
     for path, pattern in patterns_in("data", {**_shows(), "typed": re.compile(_FLAG.format(8))}):
         yield path, pattern, "search"
 

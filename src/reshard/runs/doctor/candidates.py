@@ -7,10 +7,11 @@ each explains and how specific it is, so their order here means nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
-from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.rules import RuleValues, covered_by
+from reshard.runs.checks.location import Location
+from reshard.runs.checks.rules import covered_by
 from reshard.runs.doctor.causes import (
     divisibility,
     gpus_and_ports,
@@ -21,15 +22,13 @@ from reshard.runs.doctor.causes import (
 )
 from reshard.runs.doctor.causes.advice_in_message import of_reshard, of_setting
 from reshard.runs.doctor.causes.api_changes import of_failure
-from reshard.runs.doctor.causes.chat_templates import of_template
 from reshard.runs.doctor.causes.checkpoint_kinds import of_kind
 from reshard.runs.doctor.causes.dtype_errors import of_dtypes
 from reshard.runs.doctor.causes.fatal_signals import of_exit
 from reshard.runs.doctor.causes.import_errors import of_module, of_pair, of_symbol
+from reshard.runs.doctor.causes.message_rules import of_message
 from reshard.runs.doctor.causes.missing_programs import of_program
-from reshard.runs.doctor.causes.mistyped_values import of_column, of_value
 from reshard.runs.doctor.causes.package_requirements import of_packages, of_requirement, of_resolver
-from reshard.runs.doctor.causes.placeholder_files import of_placeholder
 from reshard.runs.doctor.causes.shadowed_packages import of_shadow
 from reshard.runs.doctor.causes.unknown_arguments import of_arguments
 from reshard.runs.doctor.entries.matching import of_description, of_entries
@@ -40,23 +39,8 @@ from reshard.runs.doctor.text.first_failure import first_sign
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import EXIT_STATUS, is_consequence, is_launchers
 from reshard.runs.doctor.unknown_failure import of_unknown, of_unseen
-from reshard.runs.doctor.upstream_search import place_in_code, update_of
 
 Recogniser = Callable[[Traceback, Log], Finding | None]
-
-
-def _of_exception(ask: Callable[[Traceback, Log], RuleValues | None]) -> Recogniser:
-    """A recogniser of the first exception in a chain."""
-
-    def recogniser(root: Traceback, log: Log) -> Finding | None:
-        first = root.root
-        found = ask(first, log)
-        if found is None:
-            return None
-        shown = {"where": place_in_code(first), "update": update_of(first), **found[1]}
-        return rules.finding_at((found[0], shown), log.name, first.last, first.said)
-
-    return recogniser
 
 
 RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
@@ -65,19 +49,19 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
         {
             *(
                 shape_mismatches.of_shapes,
-                shape_mismatches.of_freed,
                 out_of_memory.of_memory,
                 gpus_and_ports.of_devices,
-                rank_mismatches.of_ranks,
+                rank_mismatches.of_absent,
+                rank_mismatches.of_ssh,
             ),
-            *(divisibility.of_divisors, divisibility.of_batches, of_arguments, of_exit, of_value, of_column),
-            *(of_program, of_placeholder),
+            *(divisibility.of_divisors, of_arguments, of_exit, of_message),
+            of_program,
         }
     ),
     Specificity.HISTORY: frozenset(
         {
             *(of_failure, of_shadow, of_symbol, of_resolver, of_requirement, weight_names.of_names),
-            *map(_of_exception, (of_dtypes, of_template)),
+            of_dtypes,
         }
     ),
     Specificity.KIND: frozenset(
@@ -110,9 +94,11 @@ def candidates_of(log: Log) -> list[Candidate]:
 def _at_first(root: Traceback, log: Log) -> Iterator[Candidate]:
     """What explains the first failure. A launcher's, or that of a lost connection, only follows from another one."""
     follows = is_launchers(root) or is_consequence(root) or root.exception == EXIT_STATUS
+    place = Location.of(log.name, root.last, root.said)
     for specificity, recognisers in RECOGNISERS.items():
         for recogniser in recognisers:
             if found := recogniser(root, log):
+                found = found if found.places else replace(found, places=(place,))
                 unknown = specificity is Specificity.UNKNOWN and follows
                 explains = Explains.SYMPTOM if unknown else Explains.FIRST
                 yield Candidate(found, explains, specificity, root.last, covered_by(found.code))

@@ -19,8 +19,6 @@ from reshard.runs.checks.finding import CERTAINTIES, Finding
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import filled, phrase_text
 
-RuleValues = tuple[str, Mapping[str, object]]
-"""The id of a rule, and the values for its braces."""
 RULES_COVERED: dict[str, tuple[str, ...]] = {
     "env-device-map-tp": (
         "dtensor-mixed-cat-ddp",
@@ -90,12 +88,6 @@ def finding(
         sources=tuple(rule["sources"]),
         values=values or {},
     )
-
-
-def finding_at(found: RuleValues, target: str, line: int, said: str) -> Finding:
-    """The finding of a rule for what a line says: at most `likely`."""
-    identifier, values = found
-    return finding(identifier, [Location.of(target, line, said)], values, certainty="likely")
 
 
 def of_problem(problem: Problem, folder: Path) -> Finding:

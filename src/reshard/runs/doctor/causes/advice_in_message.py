@@ -8,6 +8,7 @@ from reshard.base.foreign_text import clipped
 from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.remedy_sentences import asks
@@ -38,7 +39,8 @@ def of_setting(root: Traceback, log: Log) -> Finding | None:
     line = next((line for line in lines if asked[:IDENTIFYING_CHARACTERS] in line), lines[0])
     problem = re.split(r"(?<=[.!;])\s+|, (?=please )", line.strip())[0].rstrip(".")
     values = {"title": clipped(problem, 160), "asked": clipped(asked, 600)}
-    return rules.finding_at(("message-names-cure", values), log.name, first.last, first.said)
+    place = Location.of(log.name, first.last, first.said)
+    return rules.finding("message-names-cure", [place], values)
 
 
 _OWN = re.compile(
@@ -56,4 +58,4 @@ def of_reshard(root: Traceback, log: Log) -> Finding | None:
     why = Text.same("\n".join(fields)) if fields else phrase_text("reshard-refused-why")
     cure = Text.same(match["cure"]) if match["cure"] else phrase_text("reshard-refused-cure")
     values = {"title": match["title"], "why": why, "cure": cure}
-    return rules.finding_at(("reshard-refused", values), log.name, root.last, root.said)
+    return rules.finding("reshard-refused", values=values)

@@ -57,7 +57,7 @@ def of_kind(root: Traceback, log: Log) -> Finding | None:
         for kind, (pattern, way) in _kinds().items():
             if pattern.search(path) and not (wants_adapter and way == "artefact-adapter"):
                 values = {"path": path, "kind": kind, "way_out": phrase_text(way, path=path)}
-                return rules.finding_at(("artefact-mixed-up", values), log.name, root.last, root.said)
+                return rules.finding("artefact-mixed-up", values=values)
     return None
 
 

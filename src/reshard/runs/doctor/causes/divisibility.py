@@ -81,9 +81,7 @@ def of_divisors(root: Traceback, log: Log) -> Finding | None:
         "cure": Text.lines([*_fits(check), phrase_text(f"divides-{check.kind}")]),
         "compared": {name: size for name, size in said.items() if size},
     }
-    return rules.finding(
-        "not-divisible", [Location.of(log.name, failure.last, failure.said)], shown, certainty="likely"
-    )
+    return rules.finding("not-divisible", [Location.of(log.name, failure.last, failure.said)], shown)
 
 
 def _checked(text: str) -> re.Match[str] | None:
@@ -133,24 +131,3 @@ def _fits(check: FailedCheck) -> list[Text]:
     fits = [each for each in range(1, min(check.size, 4096) + 1) if check.size % each == 0]
     shown = ", ".join(map(str, fits[:MAX_DIVISORS]))
     return [phrase_text("divides-fits", parts=check.parts, fits=shown, size=check.size)]
-
-
-_SAMPLES = re.compile(
-    r"num_samples should be a positive integer value, but got num_samples=0|Total length of `\w+` across ranks is zero"
-    r"|[Tt]here seems not to be a single sample in your epoch_iterator|(?:[Tt]rain|[Vv]al)\w* dataloader is empty"
-)
-_GROUP = re.compile(r"GRPO requires at least 2 generations per prompt[^\n]{0,80}You provided (?P<group>\d+)")
-
-
-def of_batches(root: Traceback, log: Log) -> Finding | None:
-    """The finding for data that fill no batch, and for groups of one completion, which GRPO cannot compare."""
-    said = root.said
-    place = Location.of(log.name, root.last, said)
-    if _SAMPLES.search(said):
-        return rules.finding("short-samples", [place], certainty="likely")
-    group = _GROUP.search(said)
-    return (
-        rules.finding("grpo-one-generation", [place], group.groupdict(), certainty="likely")
-        if group
-        else None
-    )

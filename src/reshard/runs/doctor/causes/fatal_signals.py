@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.text.exit_status import CRASHES, signal_in
 from reshard.runs.doctor.text.log import Log, Traceback
@@ -40,12 +41,11 @@ def of_exit(root: Traceback, log: Log) -> Finding | None:
     if crashed:
         key = f"crash-{crashed.name.lower()}"
         values = {"name": crashed.name, "why": phrase_text(key), "way": phrase_text(f"{key}-way")}
-        return rules.finding_at(("killed-crash", values), log.name, crashed.line, crashed.text)
+        return rules.finding("killed-crash", [Location.of(log.name, crashed.line, crashed.text)], values)
     if own or not ends:
         return None  # the entries for SIGKILL and SIGTERM say who may have sent them
-    return rules.finding_at(
-        ("killed-by-launcher", {"pid": ends[0].pid}), log.name, ends[0].line, ends[0].text
-    )
+    place = Location.of(log.name, ends[0].line, ends[0].text)
+    return rules.finding("killed-by-launcher", [place], {"pid": ends[0].pid})
 
 
 def _ends(log: Log) -> Iterator[Ended]:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text, sentence
 from reshard.runs.doctor.causes.out_of_memory import lines_near
 from reshard.runs.doctor.text.log import Log, Traceback
@@ -45,9 +44,8 @@ def of_devices(root: Traceback, log: Log) -> Finding | None:
         kind, values = _asked(lines_near(root, log))
     if not kind:
         return None
-    place = Location.of(log.name, root.last, root.said)
     shown = {**values, "told": sentence(list(_told(kind, values, root, log)))}
-    finding = rules.finding(f"short-{kind}", [place], shown, certainty="likely")
+    finding = rules.finding(f"short-{kind}", values=shown)
     first = typed_rank(root, log)
     return replace(finding, remedy=Text.lines([first, finding.remedy])) if first else finding
 

@@ -11,7 +11,6 @@ from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT
-from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.causes.pip_commands import installed_for, with_interpreter
 from reshard.runs.doctor.text.log import Log, Traceback
@@ -38,16 +37,15 @@ def of_module(root: Traceback, log: Log) -> Finding | None:
     own = imports_itself(root, log) or (root.frames and _owner(root.frames[-1]) == package)
     values = {**match.groupdict(), "distribution": PACKAGE_OF_ROOT.get(package, package)}
     identifier = "package-without-part" if own else "submodule-missing"
-    return rules.finding_at((identifier, values), log.name, root.last, root.said)
+    return rules.finding(identifier, values=values)
 
 
 def _without_package(package: str, root: Traceback, log: Log) -> Finding:
     """The finding for a package that is not there: likely if the code that asked for it is known."""
     asked = [phrase_text("asked-by", frame=root.frames[-1])] if root.frames else []
-    place = Location.of(log.name, root.last, root.said)
     values = {"package": package, "install": installed_for(package)}
     certainty = "likely" if asked else "possible"
-    found = rules.finding("module-not-found", [place], values, certainty=certainty, evidence=asked)
+    found = rules.finding("module-not-found", values=values, certainty=certainty, evidence=asked)
     return replace(found, remedy=with_interpreter(found.remedy, log))
 
 
@@ -86,7 +84,7 @@ def of_pair(root: Traceback, log: Log) -> Finding | None:
         "distribution": installed_for(package),
         "importer": PACKAGE_OF_ROOT.get(importer, importer.replace("_", "-")),
     }
-    return rules.finding_at(("import-of-other-release", values), log.name, root.last, root.said)
+    return rules.finding("import-of-other-release", values=values)
 
 
 def _owner(frame: str) -> str | None:
@@ -130,7 +128,7 @@ def of_symbol(root: Traceback, log: Log) -> Finding | None:
     }
     built_for = (("extension-abi", _OF_TORCH), ("cuda-libraries-mixed", _OF_CUDA))
     code = next((code for code, symbols in built_for if symbols.search(match["symbol"])), None)
-    return rules.finding_at((code, values), log.name, root.last, root.said) if code else None
+    return rules.finding(code, values=values) if code else None
 
 
 def _rebuilt(package: str) -> Text:

@@ -41,7 +41,7 @@ def of_program(root: Traceback, log: Log) -> Finding | None:
         return None
     program = "git-lfs" if match["git"] else next(name for name in match.groups() if name)
     values = {"program": program, "way": _way(program)}
-    return rules.finding_at(("command-not-found", values), log.name, root.last, root.said)
+    return rules.finding("command-not-found", values=values)
 
 
 def _way(program: str) -> Text:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text, sentence
 from reshard.runs.doctor.text.first_failure import live_lines
 from reshard.runs.doctor.text.log import Log, Traceback
@@ -105,7 +104,7 @@ def of_memory(root: Traceback, log: Log) -> Finding | None:
         "\n".join([*root.frames, root.said, lines_near(root, log)])
     )
     rule = f"short-{'engine' if is_engines else found.kind}-memory"
-    finding = rules.finding(rule, [Location.of(log.name, root.last, root.said)], shown, certainty="likely")
+    finding = rules.finding(rule, values=shown)
     if found.kind == "device" and (first := _first(found.sizes, root.said)):
         return replace(finding, remedy=Text.lines([first, finding.remedy]))
     return finding

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from packaging.utils import canonicalize_name
 
-from reshard.base.foreign_text import clipped
 from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
@@ -62,9 +61,10 @@ def of_resolver(root: Traceback, log: Log) -> Finding | None:
     line = next((line for line in log.lines if _FAILED.search(line.text)), None)
     if line is None:
         return None
+    place = Location.of(log.name, line.number, line.text)
     if tag := _TAG.search(re.sub(r"\s+", " ", log.text)):
-        found = f"wheels-of-other-{tag['kind'].lower()}", {"what": tag["what"] or tag["name"]}
-        return rules.finding_at(found, log.name, line.number, line.text)
+        what = {"what": tag["what"] or tag["name"]}
+        return rules.finding(f"wheels-of-other-{tag['kind'].lower()}", [place], what)
     by_package: dict[str, list[Need]] = {}
     for need in dict.fromkeys(_needs(log.text)):
         by_package.setdefault(canonicalize_name(_name(need.what)), []).append(need)
@@ -79,8 +79,7 @@ def of_resolver(root: Traceback, log: Log) -> Finding | None:
         "needs": Text.same("\n".join(f"  {each.who}: {each.what}" for each in clash[:MAX_REQUIREMENTS])),
         "packages": " ".join(dict.fromkeys([*asked, package])),
     }
-    place = Location(log.name, line.number, clipped(line.text.strip(), 300))
-    return rules.finding("requirements-conflict", [place], values, certainty="likely")
+    return rules.finding("requirements-conflict", [place], values)
 
 
 def _needs(text: str) -> Iterator[Need]:
@@ -152,7 +151,7 @@ def of_requirement(root: Traceback, log: Log) -> Finding | None:
         "what": phrase_text("and-found", what=what, has=has["has"]) if has else what,
         "newer": phrase_text("or-newer", who=who) if who else Text.same(""),
     }
-    return rules.finding_at(("version-required", values), log.name, root.last, root.said)
+    return rules.finding("version-required", values=values)
 
 
 def _required(said: str) -> tuple[str, str, str | None] | None:
@@ -206,7 +205,7 @@ def of_packages(root: Traceback, log: Log) -> Finding | None:
         "specs": " ".join(f"'{each}'" if re.search(r"^[^' ]*[<>=!~\[]", each) else each for each in found),
         "modules": ", ".join(map(imported_from, bare)),
     }
-    return rules.finding_at(("packages-to-install", values), log.name, root.last, root.said)
+    return rules.finding("packages-to-install", values=values)
 
 
 def _packages(message: str) -> Iterator[str]:

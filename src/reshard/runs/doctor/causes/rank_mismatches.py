@@ -6,13 +6,10 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from reshard.base.foreign_text import clipped
 from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
-from reshard.runs.checks.rules import RuleValues
 from reshard.runs.doctor.text.free_text import describes_hang
 from reshard.runs.doctor.text.log import Log, Traceback
 
@@ -40,47 +37,28 @@ MAX_WORLD_SIZE = 4096
 """Maximum number of ranks: a larger number is not a world size."""
 
 
-def of_ranks(root: Traceback, log: Log) -> Finding | None:
-    """The finding for ranks that did not come, run different collectives, or do not fit their groups."""
-    for ask in (_mismatch, _absent, _outside_of_mesh, _ssh):
-        if found := ask(root, log):
-            return rules.finding_at(found, log.name, root.last, root.said)
-    return None
+def of_absent(root: Traceback, log: Log) -> Finding | None:
+    """The finding for ranks that did not come, as far as a log shows them."""
+    told = _absent(root, log)
+    return rules.finding("ranks-absent", values={"told": told}) if told else None
 
 
-_MISMATCH = re.compile(
-    r"Detected mismatch between collectives on ranks\. Rank (?P<rank>\d+) is running collective:"
-    r" CollectiveFingerPrint\((?P<one>[^\n]{0,400}?)\)\)?,? but Rank (?P<other>\d+) is running collective:"
-    r" CollectiveFingerPrint\((?P<two>[^\n]{0,400})"
-)
-_SHOWS = re.compile(r"SequenceNumber=(\d+)|OpType=([A-Z_]+)|TensorShape=(\[[\d, ]*\])")
-
-
-def _mismatch(root: Traceback, log: Log) -> RuleValues | None:
-    """Two ranks that run different collectives, as torch says it with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
-    match = _MISMATCH.search(root.said)
-    if match is None:
-        return None
-    one, two = (" ".join(map("".join, _SHOWS.findall(match[each]))) for each in ("one", "two"))
-    return "collective-mismatch", {"rank": match["rank"], "other": match["other"], "one": one, "two": two}
-
-
-def _absent(root: Traceback, log: Log) -> RuleValues | None:
-    """The ranks that did not come, with their hosts, as far as a log shows them."""
+def _absent(root: Traceback, log: Log) -> Text | None:
+    """The ranks that did not come, with their hosts."""
     if named := _NAMED.search(root.said):
         ranks = [int(rank) for rank in named["ranks"].split(", ")]
-        return "ranks-absent", {"told": phrase_text("absent-named", absent=_listed(ranks, log))}
+        return phrase_text("absent-named", absent=_listed(ranks, log))
     if stored := _STORED.search(root.said):
-        return "ranks-absent", {"told": phrase_text("absent-store", **stored.groupdict())}
+        return phrase_text("absent-store", **stored.groupdict())
     if joined := _JOINED.search(root.said):
         came, every = int(joined["came"] or joined["workers"]), int(joined["all"] or joined["size"])
-        return "ranks-absent", {"told": _of_count(came, every, log)}
+        return _of_count(came, every, log)
     waited = {int(rank) for rank in _WAITED.findall(log.text)}
     absent = set(range(_world(log))) - waited
     if not waited or not absent:
         return None
     shown = {"absent": _listed(absent, log), "waited": _short(waited), "world": len(waited | absent)}
-    return "ranks-absent", {"told": phrase_text("absent-waited", **shown)}
+    return phrase_text("absent-waited", **shown)
 
 
 def _of_count(came: int, every: int, log: Log) -> Text:
@@ -127,23 +105,6 @@ def _short(ranks: Iterable[int]) -> str:
     return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
 
 
-_NO_GROUP = re.compile(r"torch/distributed/(?:device_mesh|fsdp/_init_utils)\.py|_dim_group_\w+")
-_LARGER = re.compile(
-    r"group_size'? \((?P<asked>\d+)\) must not exceed the world size \((?P<there>\d+)\)"
-    r"|[Mm]esh should not be bigger than default world size (?P<size>\d+),? but found (?P<found>\d+)"
-)
-
-
-def _outside_of_mesh(root: Traceback, log: Log) -> RuleValues | None:
-    """A device mesh with more or fewer places than there are processes."""
-    if match := _LARGER.search(root.said):
-        asked, there = match["asked"] or match["found"], match["there"] or match["size"]
-        return "mesh-size", {"why": phrase_text("mesh-larger", asked=asked, there=there)}
-    where = "\n".join([root.said, root.source, *root.frames[-2:]])
-    is_outside = "list index out of range" in root.said and _NO_GROUP.search(where)
-    return ("mesh-size", {"why": phrase_text("mesh-smaller")}) if is_outside else None
-
-
 _SSH = re.compile(
     r"'ssh [^'\n]{0,200}?(?P<one>[\w.@-]+) hostname' returned non-zero exit status 255"
     r"|host=(?P<two>[\w.@-]+) was not reachable via ssh|pdsh@\S+: (?P<three>[\w.@-]+): ssh exited with exit code 255"
@@ -151,12 +112,12 @@ _SSH = re.compile(
 )
 
 
-def _ssh(root: Traceback, log: Log) -> RuleValues | None:
-    """A node that the launcher does not enter by ssh, as ssh and pdsh print at the end of a log."""
+def of_ssh(root: Traceback, log: Log) -> Finding | None:
+    """The finding for a node that the launcher does not enter by ssh, as ssh and pdsh print at the end of a log."""
     match = _SSH.search("\n".join([root.said, *(line.text for line in log.lines[-30:])]))
     if match is None:
         return None
-    return "ssh-refused", {"host": next(filter(None, match.groups()), "NODE")}
+    return rules.finding("ssh-refused", values={"host": next(filter(None, match.groups()), "NODE")})
 
 
 _WORK = re.compile(
@@ -204,14 +165,7 @@ def compared(log: Log) -> list[Text]:
     return [phrase_text(f"ranks-diverged{sizes}", number=first, shown=shown)]
 
 
-_WATCHED = re.compile(r"watchdog(?: thread)? got stuck for|[Hh]eart[bB]eat ?[mM]onitor timed out")
-"""What torch reports if a process hangs outside of a collective."""
-
-
 def of_hang(root: Traceback, log: Log) -> Finding | None:
     """The finding for a hang in somebody's own words; None if there is a log of it, or an exception."""
-    watched = _WATCHED.search(root.said)
-    if root.exception or not (watched or describes_hang(log.lines)):
-        return None
-    place = Location(log.name, root.last, clipped(root.said, 300))
-    return rules.finding("hang-described", [place])
+    is_described = not root.exception and describes_hang(log.lines)
+    return rules.finding("hang-described") if is_described else None

@@ -24,7 +24,7 @@ def of_shadow(root: Traceback, log: Log) -> Finding | None:
     if match is None or folder is None:
         return None
     shown = {"module": match["module"], "folder": folder}
-    finding = rules.finding_at(("folder-for-package", shown), log.name, root.last, root.said)
+    finding = rules.finding("folder-for-package", values=shown)
     return replace(finding, remedy=with_interpreter(finding.remedy, log))
 
 

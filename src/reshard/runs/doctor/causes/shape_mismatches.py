@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.rules import RuleValues
 from reshard.runs.doctor.text.log import Log, Traceback
 
 TensorShape = tuple[int, ...]
@@ -69,6 +68,10 @@ MAX_PADDING = 0.5
 """Maximum share of rows that are padding or added tokens. A shard has half of the rows or fewer."""
 
 
+ShapeClass = tuple[str, Mapping[str, object]]
+"""The class of shapes that differ, and the values for its texts."""
+
+
 class ShapePair(NamedTuple):
     """A tensor by name, its shape in the file, and its shape in the model."""
 
@@ -84,7 +87,7 @@ def pairs(said: str) -> Iterator[ShapePair]:
             yield ShapePair(match["name"].strip(), _shape(match["saved"]), _shape(match["wanted"]))
 
 
-def computed(said: str) -> RuleValues | None:
+def computed(said: str) -> ShapeClass | None:
     """The rule for what the shapes in a message show; None if there are none, or nothing follows."""
     classes = [(pair, found) for pair in pairs(said) if (found := _class_of(pair))]
     if not classes:
@@ -206,7 +209,7 @@ def _ranks_of_padded(rows: int, whole: int) -> int:
     return next(fits, 0) if rows % PADDING_MULTIPLE == 0 else 0
 
 
-def _of_elements(said: str) -> RuleValues | None:
+def _of_elements(said: str) -> ShapeClass | None:
     """The same for messages with counts only."""
     if match := _NARROW.search(said):
         return "shape-placeholder", {"name": "a weight", "saved": "[0]", "wanted": f"[{match['length']}, …]"}
@@ -221,7 +224,7 @@ def _of_elements(said: str) -> RuleValues | None:
     return _of_sizes(int(match["a"]), int(match["b"]), match["dimension"]) if match else None
 
 
-def _of_sizes(one: int, other: int, dimension: str | None) -> RuleValues | None:
+def _of_sizes(one: int, other: int, dimension: str | None) -> ShapeClass | None:
     """What two sizes of tensors that must be equal show."""
     small, large = sorted((one, other))
     if not small:
@@ -250,21 +253,4 @@ def of_shapes(root: Traceback, log: Log) -> Finding | None:
         )
     )
     found = computed("\n".join([root.said, *near]))
-    return rules.finding_at(found, log.name, root.last, root.said) if found else None
-
-
-_FREED = re.compile(
-    r"'weight' must be 2-D|The tensor has a non-zero number of elements, but its data is not allocated yet"
-    r"|setStorage: .{0,300}out of bounds for storage of size 0|size mismatch, got \d+, \d+x\d+,0\b"
-    r"|mat2 must be a matrix, got 1-D tensor"
-)
-"""What torch says of a weight whose values a wrapper has put away."""
-_FSDP = re.compile(r"FullyShardedDataParallel|torch/distributed/fsdp/|(?i:\bfsdp)")
-_ZERO_3 = re.compile(r"(?i:deepspeed|zero[-_ ]?3)")
-
-
-def of_freed(root: Traceback, log: Log) -> Finding | None:
-    """The finding that a module of an FSDP model ran without the wrapper that gathers its parameters."""
-    if not _FREED.search(root.root.said) or not _FSDP.search(log.text) or _ZERO_3.search(log.text):
-        return None
-    return rules.finding_at(("fsdp-bypassed", {}), log.name, root.last, root.said)
+    return rules.finding(found[0], values=found[1]) if found else None

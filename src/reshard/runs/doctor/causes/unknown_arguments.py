@@ -14,7 +14,6 @@ from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import table
 from reshard.runs.checks.history.config_keys import ConfigKeys
 from reshard.runs.checks.history.versions_in_use import Versions
-from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.remedy_spelling import RunTools, keys_of
 from reshard.runs.doctor.text.log import Log, Traceback
@@ -48,21 +47,21 @@ MAX_NAMES = 5
 
 def of_arguments(root: Traceback, log: Log) -> Finding | None:
     """The finding for what a program does not know, or what its config lacks; None for other failures."""
-    place, unknown = Location.of(log.name, root.last, root.said), list(dict.fromkeys(_unknown(root.said)))
+    unknown = list(dict.fromkeys(_unknown(root.said)))
     config = _CONFIG.search(root.said)
     if config and set(unknown) <= ConfigKeys("accelerate", Versions()).known:
-        return rules.finding("accelerate-config-newer", [place], config.groupdict(), certainty="likely")
+        return rules.finding("accelerate-config-newer", values=config.groupdict())
     known = _known(root.said, log) if unknown else set()
     texts = _of_releases(unknown, root, log) or [_near(name, known) for name in unknown[:MAX_NAMES]]
     texts += [phrase_text("argument-value", name=value) for value in _values(root.said)]
     lacks = None if "Could not override" in log.text else _LACKS.search(root.said)
     if lacks and texts in ([], [phrase_text("argument-unknown", name=lacks["key"])]):
         values = {**lacks.groupdict(), "where": place_in_code(root.root)}
-        return rules.finding("config-lacks-key", [place], values, certainty="likely")
+        return rules.finding("config-lacks-key", values=values)
     if not texts:
         return None
     lines = Text("; ".join(each.en for each in texts), "；".join(each.zh for each in texts))
-    return rules.finding("unknown-key", [place], {"told": lines}, certainty="likely")
+    return rules.finding("unknown-key", values={"told": lines})
 
 
 def _unknown(said: str) -> Iterator[str]:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import NamedTuple
 
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
+from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
-from reshard.runs.checks.rules import RuleValues
 from reshard.runs.doctor.text.log import Log, LogLine, Traceback
 
 _LIST = r"(?P<names>[^\n]*)"
@@ -90,6 +89,10 @@ LEAST_AGREEMENT = 0.5
 """The share of the shorter list that must agree."""
 
 
+NamesClass = tuple[str, Mapping[str, object]]
+"""The class of names that differ, and the values for its texts."""
+
+
 class NameLists(NamedTuple):
     """Names that the model has and the file lacks, and vice versa."""
 
@@ -110,7 +113,7 @@ def of_names(root: Traceback, log: Log) -> Finding | None:
         return None
     kind, values = class_of(names)
     kind = _of_reader(kind, names, root)
-    return rules.finding_at((f"names-{kind}", {**_shown(names), **values}), log.name, root.last, root.said)
+    return rules.finding(f"names-{kind}", values={**_shown(names), **values})
 
 
 def _of_reader(kind: str, names: NameLists, root: Traceback) -> str:
@@ -151,7 +154,7 @@ def _shown(names: NameLists) -> dict[str, object]:
     }
 
 
-def class_of(names: NameLists) -> RuleValues:
+def class_of(names: NameLists) -> NamesClass:
     """The class of two lists of names, the most specific first, and the values for its text."""
     missing, unexpected = names
     both = [*unexpected, *missing]
@@ -169,7 +172,7 @@ def class_of(names: NameLists) -> RuleValues:
     return _of_program(names) or _deeper(names) or _of_parts(names)
 
 
-def _of_parts(names: NameLists) -> RuleValues:
+def _of_parts(names: NameLists) -> NamesClass:
     """The class of names that are neither renamed nor of another program: what is on one side only."""
     missing, unexpected = names
     if any(map(_EXPERTS.search, missing)) and any(map(_EXPERTS.search, unexpected)):
@@ -191,7 +194,7 @@ def program_of(names: Iterable[str]) -> str | None:
     return next((program for program, pattern in _PROGRAMS.items() if any(map(pattern.search, listed))), None)
 
 
-def _of_program(names: NameLists) -> RuleValues | None:
+def _of_program(names: NameLists) -> NamesClass | None:
     """The class if the file's names are those of another program than the model's."""
     file, model = program_of(names.unexpected), program_of(names.missing)
     if file is None or file == model or (file == "huggingface" and model is None):
@@ -204,7 +207,7 @@ def _of_program(names: NameLists) -> RuleValues | None:
     }
 
 
-def _renamed(names: NameLists) -> RuleValues | None:
+def _renamed(names: NameLists) -> NamesClass | None:
     """The prefix that most names have on one side, where the other side has another or none."""
     pairs = Counter(
         pair for lacks, has in product(names.missing, names.unexpected) if (pair := _prefixes(lacks, has))
@@ -233,7 +236,7 @@ def _prefixes(lacks: str, has: str) -> tuple[str, str] | None:
     return None if re.search(r"\d", model + file) else (model, file)
 
 
-def _deeper(names: NameLists) -> RuleValues | None:
+def _deeper(names: NameLists) -> NamesClass | None:
     """The class if one side has layers after the last one of the other."""
     one_side = [name for name in names.one_side if not _AFTER.search(name)]
     indices = [int(hit["index"]) for name in one_side if (hit := _LAYER.search(name))]
@@ -245,7 +248,7 @@ def _deeper(names: NameLists) -> RuleValues | None:
     return ("layers-of-file" if names.unexpected else "layers-of-model"), shown
 
 
-def _part_of_layers(names: NameLists) -> RuleValues | None:
+def _part_of_layers(names: NameLists) -> NamesClass | None:
     """The class if the file lacks one or two parts of several layers, the first among them."""
     hits = [hit for name in names.one_side if (hit := _LAYER.search(name))]
     layers = {hit["index"] for hit in hits}
@@ -311,14 +314,12 @@ def of_loading(log: Log) -> Finding | None:
     if not lacking:
         return None
     found = next((each for each in lacking if not each.is_head), lacking[0])
+    place = Location.of(log.name, found.line.number, found.line.text)
     if found.is_head:
         shown = {"model": found.model, "path": found.path, "names": ", ".join(found.names.missing[:4])}
-        return rules.finding_at(("head-is-new", shown), log.name, found.line.number, found.line.text)
+        return rules.finding("head-is-new", [place], shown)
     kind, values = class_of(found.names)
-    told = rules.finding_at(
-        (f"names-{kind}", {**_shown(found.names), **values}), log.name, found.line.number, found.line.text
-    )
-    return replace(told, severity="warning")
+    return rules.finding(f"names-{kind}", [place], {**_shown(found.names), **values}, severity="warning")
 
 
 def _loaded(log: Log) -> list[_Loaded]:
