@@ -31,7 +31,6 @@ FUNCTIONS = (
     *(
         "average",
         "convert",
-        "diagnose",
         "doctor",
         "from_pretrained",
         "inspect",
@@ -96,7 +95,7 @@ def test_doctor_says_what_the_command_says(place: Path, monkeypatch: pytest.Monk
     found = reshard.doctor("train.log")
     told = json.loads(json.dumps([each.as_dict() for each in found]))
     assert told == command("doctor", "train.log", "--json").json["findings"]
-    assert [each.code for each in found] == [each.code for each in reshard.diagnose("train.log")]
+    assert [each.code for each in found] == [each.code for each in reshard.doctor("train.log")]
     with pytest.raises(reshard.ReshardError, match="pass either of them"):
         reshard.doctor("train.log", python="python")
     with pytest.raises(reshard.ReshardError, match="python"):
@@ -325,7 +324,7 @@ def test_findings_are_short_in_a_list_and_whole_in_print(tmp_path: Path) -> None
     (tmp_path / "train.log").write_text(
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
     )
-    (found,) = reshard.diagnose(tmp_path / "train.log")
+    (found,) = reshard.doctor(tmp_path / "train.log")
     assert repr([found]) == f"[<Finding cuda-out-of-memory, error, {found.certainty}: {found.message}>]"
     assert str(found).splitlines()[1] == f"  where: {tmp_path}/train.log:1  {found.places[0].text}"
     assert "\\n" not in str(found) and "\n  remedy: " in str(found)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint import Checkpoint
     from reshard.live.python_api import from_pretrained, load_into
     from reshard.records.reshard_json import Integrity
-    from reshard.runs.doctor import Finding, diagnose
+    from reshard.runs.doctor import Finding
     from reshard.runs.doctor.python_api import doctor
     from reshard.runs.train.python_api import train
     from reshard.runs.train.start import TrainingRun
@@ -65,7 +65,6 @@ __all__ = [
     "__version__",
     "average",
     "convert",
-    "diagnose",
     "doctor",
     "from_pretrained",
     "inspect",
@@ -89,7 +88,7 @@ _HOMES = {
     "reshard.api.weights": ("open",),
     "reshard.commands.conversion": ("Conversion",),
     "reshard.commands.coverage": ("Proof",),
-    "reshard.runs.doctor": ("Finding", "diagnose"),
+    "reshard.runs.doctor": ("Finding",),
     "reshard.base.errors": ("Problem", "ReshardError"),
     "reshard.formats.checkpoint": ("Checkpoint",),
     "reshard.live.python_api": ("from_pretrained", "load_into"),

@@ -409,7 +409,7 @@ def test_weights_that_link_to_nothing(copy: Copy) -> None:
     weights.symlink_to("../../blobs/0123")
     problem = refusal("inspect", src)
     assert problem["file"] == str(weights) and problem["found"] == "a link to ../../blobs/0123"
-    assert [finding.code for finding in api.diagnose(src)] == ["checkpoint-damaged"]
+    assert [finding.code for finding in api.doctor(src)] == ["checkpoint-damaged"]
 
 
 def test_a_page_that_was_saved_as_weights(copy: Copy) -> None:

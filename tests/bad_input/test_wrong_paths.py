@@ -213,7 +213,7 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
     "verify": lambda path, there: api.verify(path, there / "src"),
     "verify one": lambda path, there: api.verify(path),
     "open": lambda path, there: api.open(path),
-    "diagnose": lambda path, there: api.diagnose(path),
+    "doctor": lambda path, there: api.doctor(path),
     "train": lambda path, there: api.train("sft", model=path, data=path, output=there / "dst"),
     "html": lambda path, there: api.inspect(there / "src", html=path),
 }

@@ -114,7 +114,7 @@ def test_a_list_of_packages_is_read_as_one(how: str, tmp_path: Path) -> None:
     assert shown.code == 0 and "read 20 packages" in shown.out
     packages |= {"trl": "0.15.0", "transformers": "5.2.0"}
     path.write_text("\n".join(FREEZES[how].format(*each) for each in packages.items()))
-    (found,) = reshard.diagnose(path)
+    (found,) = reshard.doctor(path)
     assert found.code == "env-trl-transformers" and found.places[0].target == str(path)
 
 

@@ -106,7 +106,7 @@ def only(found: list[Finding]) -> Finding:
 @pytest.mark.parametrize("case", TRAPS)
 def test_a_trap_is_found_with_its_line_and_the_fixed_line(tmp_path: Path, case: str) -> None:
     content, identifier, fixed = TRAPS[case]
-    found = only(reshard.diagnose(written(tmp_path, content)))
+    found = only(reshard.doctor(written(tmp_path, content)))
     lines = content.splitlines()
     assert found.code == identifier
     assert all(place.line and lines[place.line - 1].strip() == place.text for place in found.places)
@@ -116,10 +116,10 @@ def test_a_trap_is_found_with_its_line_and_the_fixed_line(tmp_path: Path, case: 
 @pytest.mark.parametrize("case", [case for case in TRAPS if TRAPS[case][2]])
 def test_the_fixed_lines_fix_the_config(tmp_path: Path, case: str) -> None:
     lines = TRAPS[case][0].splitlines()
-    for place in only(reshard.diagnose(written(tmp_path, TRAPS[case][0]))).places:
+    for place in only(reshard.doctor(written(tmp_path, TRAPS[case][0]))).places:
         if place.fixed and place.line:
             lines[place.line - 1] = lines[place.line - 1].replace(place.text, place.fixed)
-    assert reshard.diagnose(written(tmp_path, "\n".join(lines))) == []
+    assert reshard.doctor(written(tmp_path, "\n".join(lines))) == []
 
 
 SOUND = {
@@ -144,7 +144,7 @@ SOUND = {
 
 @pytest.mark.parametrize("case", SOUND)
 def test_a_sound_config_has_no_finding(tmp_path: Path, case: str) -> None:
-    assert reshard.diagnose(written(tmp_path, SOUND[case])) == []
+    assert reshard.doctor(written(tmp_path, SOUND[case])) == []
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_what_the_gpus_of_this_machine_lack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, fixed: str
 ) -> None:
     monkeypatch.setattr(config_checks, "find_gpus", lambda: ([Gpu("Tesla V100", 7.0, 0)], "570"))
-    found = only(reshard.diagnose(written(tmp_path, content)))
+    found = only(reshard.doctor(written(tmp_path, content)))
     assert found.code == "env-no-bf16" and found.places[0].fixed == fixed
 
 

@@ -82,7 +82,7 @@ def test_one_cure_at_most_is_sure(entry) -> None:
     "log", sorted((Path(__file__).parent / "clean").glob("*.log")), ids=lambda path: path.stem
 )
 def test_clean_logs_give_no_finding(log: Path) -> None:
-    assert [each.code for each in reshard.diagnose(log)] == ["run-end-unknown"] * (log.stem in STOP_SILENTLY)
+    assert [each.code for each in reshard.doctor(log)] == ["run-end-unknown"] * (log.stem in STOP_SILENTLY)
 
 
 CLEAN = Path(__file__).parent / "clean"
@@ -119,7 +119,7 @@ def test_what_is_wrong_with_a_checkpoint(hf_model: Callable[..., Path], tmp_path
     )
     old = "class M:\n    def _set_gradient_checkpointing(self, module, value=False):\n        pass\n"
     (folder / "modeling_old.py").write_text(old)
-    found = {finding.code: finding for finding in reshard.diagnose(folder)}
+    found = {finding.code: finding for finding in reshard.doctor(folder)}
     expected = {"checkpoint-tokenizer-of-5", "checkpoint-old-gradient-checkpointing"}
     assert expected <= found.keys()
     assert found["checkpoint-old-gradient-checkpointing"].places[0].line == 2
@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_is_a_finding(
     shutil.copytree(hf_model("qwen3"), tmp_path / "model")
     named, spoil = DAMAGES[damage]
     spoil(tmp_path / "model")
-    found = reshard.diagnose(tmp_path / "model")
+    found = reshard.doctor(tmp_path / "model")
     assert found[0].severity == "error" and found[0].certainty == "sure"
     assert Path(found[0].places[0].target).name == named
     assert command("doctor", tmp_path / "model").code == 1
@@ -173,7 +173,7 @@ def test_a_log_and_its_script_point_at_one_cause(tmp_path: Path) -> None:
     loaded = 'model = AutoModelForCausalLM.from_pretrained("m", device_map="auto")'
     (tmp_path / "train.py").write_text(f"{loaded}\ntrainer = GRPOTrainer(model=model)\n")
     (tmp_path / "train.log").write_text(ENTRIES["dtensor-mixed-cat-ddp"].excerpt)
-    found = reshard.diagnose(tmp_path / "train.log", tmp_path / "train.py")
+    found = reshard.doctor(tmp_path / "train.log", tmp_path / "train.py")
     assert found[0].code == "script-device-map" and found[0].certainty == "sure"
     assert found[0].also == ("dtensor-mixed-cat-ddp",)
     assert {Path(place.target).name for place in found[0].places} == {"train.py", "train.log"}

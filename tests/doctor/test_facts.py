@@ -213,7 +213,7 @@ def test_numbers_are_those_of_the_message(said: str, tmp_path: Path) -> None:
 
 def test_the_shapes_of_a_log_are_there_though_its_script_is_the_cause() -> None:
     targets = (HEAD / "internlm_tp/convert2hf.log", HEAD / "internlm_tp/convert2hf.py")
-    assert reshard.diagnose(*targets)[0].code == "script-first-rank-only"
+    assert reshard.doctor(*targets)[0].code == "script-first-rank-only"
     facts = facts_in(*targets)
     assert bare(facts["numbers"], "what", "value", "line") == [
         ("model.embed_tokens.weight in the checkpoint", [96, 16], 10),
@@ -316,7 +316,7 @@ def test_facts_are_computed_only_when_they_are_asked_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "facts_of", lambda *given: asked.append(given) or {"left_out": {}})
     log = GUARD / "torchrun-raise.log"
     command("doctor", log)
-    assert reshard.diagnose(log) and not asked
+    assert reshard.doctor(log) and not asked
     examination = examine(log)
     assert examination.facts is examination.facts and len(asked) == 1
 

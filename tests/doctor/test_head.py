@@ -122,14 +122,14 @@ def errors(findings: list[Finding]) -> list[str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_log_alone_names_one_cause(name: str) -> None:
-    found = reshard.diagnose(log_of(name))
+    found = reshard.doctor(log_of(name))
     assert errors(found) == [CASES[name].log] == ids(found)[:1]
     assert found[0].certainty == "sure"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_script_alone_shows_the_line(name: str) -> None:
-    found = reshard.diagnose(script_of(name))
+    found = reshard.doctor(script_of(name))
     told = CASES[name].script
     assert ids(found) == ([told] if told else [])
     for finding in found:
@@ -142,7 +142,7 @@ def test_the_script_alone_shows_the_line(name: str) -> None:
 def test_the_checkpoint_alone_shows_what_is_wrong_with_it(
     name: str, checkpoint_of: Callable[[str], Path | None]
 ) -> None:
-    assert ids(reshard.diagnose(checkpoint_of(name))) == [CASES[name].checkpoint]
+    assert ids(reshard.doctor(checkpoint_of(name))) == [CASES[name].checkpoint]
 
 
 @pytest.mark.core("export", "convert2hf", "grpo")
@@ -151,7 +151,7 @@ def test_log_script_and_checkpoint_point_at_one_cause(
     name: str, checkpoint_of: Callable[[str], Path | None]
 ) -> None:
     targets = [log_of(name), script_of(name), checkpoint_of(name)]
-    found = reshard.diagnose(*(target for target in targets if target))
+    found = reshard.doctor(*(target for target in targets if target))
     first = found[0]
     assert errors(found) == [first.code] == [CASES[name].together]
     assert first.certainty == "sure" and CASES[name].log in first.also
@@ -174,7 +174,7 @@ def typed(cure: str, base: Path, out: Path) -> list[str]:
 def test_the_printed_command_converts_the_checkpoint(
     name: str, checkpoint_of: Callable[[str], Path | None], tmp_path: Path
 ) -> None:
-    found = reshard.diagnose(log_of(name), script_of(name), checkpoint_of(name))
+    found = reshard.doctor(log_of(name), script_of(name), checkpoint_of(name))
     tiny_model.main(str(tmp_path / "base"), experts="sft" in name)
     words = typed(found[0].remedy.en, tmp_path / "base", tmp_path / "out")
     if name == "convert2hf":
@@ -200,7 +200,7 @@ def test_what_a_megatron_folder_lacks_is_listed_with_the_flags_that_supply_it(
 ) -> None:
     shutil.copytree(checkpoint_of("export-sft"), tmp_path / "run")
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").unlink()
-    (found,) = reshard.diagnose(tmp_path / "run")
+    (found,) = reshard.doctor(tmp_path / "run")
     lines = found.rule.en.splitlines()
     assert [line for line in lines if line.startswith("weights: 63 tensors (megatron")]
     assert not [line for line in lines if line.startswith("config.json")]  # its arguments contain the same
@@ -217,16 +217,16 @@ def test_the_run_made_anew_fails_and_is_told_alike(name: str, tmp_path: Path) ->
     python = runs.prepared(name, tmp_path)
     status, log = runs.log_of(name, tmp_path, python)
     (tmp_path / "run.log").write_text(log)
-    found = reshard.diagnose(tmp_path / "run.log")
+    found = reshard.doctor(tmp_path / "run.log")
     assert status != 0 and errors(found) == [CASES[name].log], log
-    both = reshard.diagnose(tmp_path / "run.log", script_of(name))
+    both = reshard.doctor(tmp_path / "run.log", script_of(name))
     assert both[0].code == (CASES[name].script or CASES[name].log) and both[0].certainty == "sure"
 
 
 def fix(script: Path) -> None:
     """Replace the lines that the doctor found by those that it suggests."""
     lines = script.read_text().splitlines()
-    for finding in reshard.diagnose(script):
+    for finding in reshard.doctor(script):
         for place in finding.places:
             if place.fixed:
                 lines[place.line - 1] = lines[place.line - 1].replace(place.text, place.fixed)
@@ -241,7 +241,7 @@ def test_the_run_goes_through_with_the_mended_line(name: str, tmp_path: Path) ->
     status, log = runs.log_of(name, tmp_path, python)
     (tmp_path / "run.log").write_text(log)
     assert status == 0, log
-    assert reshard.diagnose(tmp_path / "run.log") == []
+    assert reshard.doctor(tmp_path / "run.log") == []
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ def test_training_goes_through_without_the_old_method(tmp_path: Path) -> None:
 def test_the_export_goes_through_with_the_converted_folder(name: str, tmp_path: Path) -> None:
     python = runs.prepared(name, tmp_path)
     trained = tmp_path / "megatron_output" / "Qwen3-30B-A3B"
-    (found,) = reshard.diagnose(trained)
+    (found,) = reshard.doctor(trained)
     converted = trained.with_name("converted")
     runs.make_base(tmp_path / "base", python, "experts")
     done = command(*typed(found.remedy.en, tmp_path / "base", converted))

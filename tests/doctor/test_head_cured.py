@@ -101,9 +101,9 @@ def test_the_checkpoint_of_swift_s_qwen3_moe_is_exported_with_its_tokenizer(
     log = tmp_path / "export.log"
     log.write_text(runs.neutral(failed.stdout + failed.stderr, tmp_path))
     assert failed.returncode != 0
-    alone = reshard.diagnose(log, script)[0]
+    alone = reshard.doctor(log, script)[0]
     assert (alone.code, alone.certainty) == ("export-without-tokenizer", "sure"), log.read_text()
-    found = reshard.diagnose(log, script, checkpoint)[0]
+    found = reshard.doctor(log, script, checkpoint)[0]
     assert (found.code, found.certainty) == ("checkpoint-lacks", "sure")
     assert "--base" in found.remedy.en
 

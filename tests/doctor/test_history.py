@@ -38,7 +38,7 @@ LOGS = Path(__file__).with_name("history")
 
 
 def first(*targets: Path) -> Finding:
-    found = reshard.diagnose(*targets)
+    found = reshard.doctor(*targets)
     assert found, "no finding"
     return found[0]
 
@@ -179,7 +179,7 @@ def test_what_the_table_does_not_know_is_left_to_the_catalogue(case: str, tmp_pa
     log.write_text(
         f'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n    x\n{QUIET[case]}\n'
     )
-    assert not any(finding.code.startswith("api-") for finding in reshard.diagnose(log))
+    assert not any(finding.code.startswith("api-") for finding in reshard.doctor(log))
 
 
 # ------------------------------------------------------------------------------------------------ bounds
@@ -286,7 +286,7 @@ def test_what_the_table_calls_gone_is_gone(package: str) -> None:
 def test_a_pin_beside_a_script_counts_more_than_what_is_installed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("from trl import GRPOTrainer\n")
-    assert reshard.diagnose(script) == []
+    assert reshard.doctor(script) == []
     (tmp_path / "requirements.txt").write_text("trl==0.12.2  # old\n")
     found = first(script)
     assert (found.code, found.certainty) == ("script-name-later", "sure")
@@ -311,7 +311,7 @@ def test_who_is_prepared_for_several_versions_is_not_accused(tmp_path: Path) -> 
         "import transformers\n"
         "if transformers.__version__ < '5':\n    from transformers import load_tf_weights_in_bert\n"
     )
-    assert reshard.diagnose(script) == []
+    assert reshard.doctor(script) == []
 
 
 SCRIPTS = {
@@ -367,7 +367,7 @@ def test_a_slip_in_a_config_is_told_with_the_key_that_is_meant(case: str, tmp_pa
     name, text, identifier, fixed = CONFIGS[case]
     config = tmp_path / name
     config.write_text(text)
-    found = [each for each in reshard.diagnose(config) if each.code == identifier]
+    found = [each for each in reshard.doctor(config) if each.code == identifier]
     assert [place.fixed for each in found for place in each.places] == [fixed]
 
 

@@ -88,7 +88,7 @@ def test_findings_of_the_head_failures() -> None:
     logs = sorted(HEAD.rglob("*.log"))
     assert len(logs) >= 5
     for log in logs:
-        assert_chinese(reshard.diagnose(log, *log.parent.glob("*.py")))
+        assert_chinese(reshard.doctor(log, *log.parent.glob("*.py")))
 
 
 @pytest.mark.parametrize("case", test_environment.BROKEN)
@@ -104,7 +104,7 @@ def test_findings_of_scripts(tmp_path: Path) -> None:
 
 def test_findings_of_configs(tmp_path: Path) -> None:
     for content, _, _ in test_configs.TRAPS.values():
-        assert_chinese(reshard.diagnose(test_configs.written(tmp_path, content)))
+        assert_chinese(reshard.doctor(test_configs.written(tmp_path, content)))
 
 
 def _without_config(folder: Path) -> None:
@@ -142,7 +142,7 @@ def test_findings_of_checkpoints(
     folder = tmp_path / "model"
     shutil.copytree(hf_model("qwen3"), folder)
     damage(folder)
-    found = reshard.diagnose(folder)
+    found = reshard.doctor(folder)
     assert_chinese(found)
     assert not any("“" in finding.message.zh for finding in found)  # what is quoted was not translated
     assert not english_in(command("doctor", folder, "--lang", "zh").out.replace(str(folder), ""))

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.runs.doctor.diagnose_targets import diagnose
 from reshard.runs.doctor.log_diagnosis import diagnose_text
+from reshard.runs.doctor.python_api import doctor
 from reshard.runs.doctor.text.line_prefixes import cleaned
 from reshard.runs.doctor.text.log_thinning import FIRST_LINES, MAX_CHARACTERS, thinned
 from tests.doctor.test_expressions import GENERAL
@@ -141,7 +141,7 @@ def test_a_line_of_any_length_hides_no_failure(kind: str, tmp_path: Path) -> Non
         path = tmp_path / "run.log"
         path.write_text("\n".join(each))
         begin = time.process_time()
-        found = diagnose(path)
+        found = doctor(path)
         assert time.process_time() - begin < 5
         assert [each.code for each in found] == ["device-map-distributed"] and found[0].certainty == "sure"
         assert found[0].places[0].line == each.index(next(line for line in each if "ValueError:" in line)) + 1
@@ -164,7 +164,7 @@ def test_a_traceback_deep_in_a_line_of_json_is_found(encoding: str, tmp_path: Pa
         "after": "x " * 1_500_000,
     }
     path.write_text(json.dumps(record, ensure_ascii=False), encoding=encoding)
-    (found,) = diagnose(path)
+    (found,) = doctor(path)
     assert found.code == "device-map-distributed" and found.places[0].text.startswith(
         "ValueError: You can't train"
     )
@@ -278,7 +278,7 @@ def duration(path: Path, text: str) -> float:
     gc.disable()
     begin = time.process_time()
     with suppress(ReshardError):  # no config
-        diagnose(path)
+        doctor(path)
     took = time.process_time() - begin
     gc.enable()
     return took

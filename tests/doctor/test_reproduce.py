@@ -176,9 +176,7 @@ def run(case: Case, warm: Warm, models: Path, folder: Path, cured: bool) -> tupl
 
 def diagnosed(log: str, folder: Path) -> list[Finding]:
     (folder / "run.log").write_text(log)
-    return (
-        list(reshard.diagnose(folder / "run.log")) if log.strip() else []
-    )  # [] of a run that printed nothing
+    return list(reshard.doctor(folder / "run.log")) if log.strip() else []  # [] of a run that printed nothing
 
 
 @pytest.mark.thorough

@@ -153,7 +153,7 @@ TRAPS = {
 def diagnosed(folder: Path, body: str) -> list[Finding]:
     path = folder / "train.py"
     path.write_text(body + "\n")
-    return reshard.diagnose(path)
+    return reshard.doctor(path)
 
 
 @pytest.mark.parametrize("case", TRAPS)
@@ -293,7 +293,7 @@ LAUNCHES = {
 def test_a_launch_that_cannot_be(tmp_path: Path, case: str) -> None:
     content, identifier, line = LAUNCHES[case]
     (tmp_path / "run.sh").write_text(content)
-    (found,) = reshard.diagnose(tmp_path / "run.sh")
+    (found,) = reshard.doctor(tmp_path / "run.sh")
     assert (found.code, found.places[0].line) == (identifier, line)
 
 
@@ -308,4 +308,4 @@ def test_a_launch_that_cannot_be(tmp_path: Path, case: str) -> None:
 )
 def test_a_sound_launch_has_no_finding(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.sh").write_text(content)
-    assert reshard.diagnose(tmp_path / "run.sh") == []
+    assert reshard.doctor(tmp_path / "run.sh") == []

@@ -11,9 +11,9 @@ from reshard.runs.checks.history.api_table import table
 from reshard.runs.checks.history.config_keys import ConfigKeys
 from reshard.runs.checks.history.versions_in_use import Versions
 from reshard.runs.checks.rules import rules
-from reshard.runs.doctor.diagnose_targets import diagnose
 from reshard.runs.doctor.entries.catalogue_entry import catalogue
 from reshard.runs.doctor.log_diagnosis import diagnose_text
+from reshard.runs.doctor.python_api import doctor
 from reshard.runs.doctor.remedy_spelling import USUAL_TOOL, WITH_BFLOAT16, RunTools, _data, _shows, keys_of
 
 SETTINGS, TOOLS = _data()["settings"], _data()["tools"]
@@ -131,7 +131,7 @@ def test_a_script_beside_the_log_tells_the_precision(tmp_path: Path) -> None:
         script.write_text(
             f"from transformers import TrainingArguments\nTrainingArguments('out', {precision})\n"
         )
-        cure = diagnose(script, log)[0].remedy.en
+        cure = doctor(script, log)[0].remedy.en
         assert f"dtype={dtype}" in cure, cure
 
 
@@ -147,7 +147,7 @@ def test_the_folder_of_a_run_tells_what_ran(file: str, content: str, written: st
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(content)
     (tmp_path / "train.log").write_text(f"{OUT_OF_MEMORY}\n")
-    found = [each for each in diagnose(tmp_path) if each.code == "short-device-memory"]
+    found = [each for each in doctor(tmp_path) if each.code == "short-device-memory"]
     assert found and written in found[0].remedy.en
 
 

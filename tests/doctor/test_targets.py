@@ -29,14 +29,14 @@ def test_a_log_in_any_encoding_has_the_same_finding_at_the_same_line(tmp_path: P
     log.write_bytes(f"{beginning}\n{EXCERPT}".replace("\n", "\r\n").encode(encoding))
     plain = tmp_path / "plain.log"
     plain.write_text(f"{beginning}\n{EXCERPT}", encoding="utf-8")
-    (found,), (wanted,) = reshard.diagnose(log), reshard.diagnose(plain)
+    (found,), (wanted,) = reshard.doctor(log), reshard.doctor(plain)
     assert found.code == wanted.code and found.places[0].line == wanted.places[0].line
     assert found.places[0].text == wanted.places[0].text
 
 
 def test_words_in_gbk_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes("ValueError: 找不到分词器文件\n".encode("gbk"))
-    assert "找不到分词器文件" in reshard.diagnose(tmp_path / "a.log")[0].rule.en
+    assert "找不到分词器文件" in reshard.doctor(tmp_path / "a.log")[0].rule.en
     assert decoded(b"\xff\xff\xff") and encoding_of(bytes(range(256)) * 4) is None
 
 
@@ -88,7 +88,7 @@ def test_a_script_that_cannot_be_read_says_why(tmp_path: Path, content: bytes, w
 def test_a_script_is_read_by_the_encoding_that_it_declares(tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_bytes(f"# -*- coding: gbk -*-\n# 训练\n{SPREAD}  # 模型\nTrainer(model)\n".encode("gbk"))
-    (found,) = reshard.diagnose(script)
+    (found,) = reshard.doctor(script)
     assert found.code == "script-device-map" and "device_map=None)  # 模型" in found.places[0].fixed
 
 
@@ -126,7 +126,7 @@ def test_a_key_that_stands_twice(tmp_path: Path) -> None:
         ("a.json", '{"learning_rate": 1.0,\n "bf16": true,\n "output_dir": "o",\n "bf16": false}'),
     ):
         (tmp_path / name).write_text(content)
-        (found,) = reshard.diagnose(tmp_path / name)
+        (found,) = reshard.doctor(tmp_path / name)
         assert found.code == "config-repeated-key" and "bf16" in found.rule.en and found.places[0].line == 4
 
 
@@ -135,7 +135,7 @@ def test_json_with_comments_is_diagnosed_and_told_of(tmp_path: Path) -> None:
     path.write_text(
         '{\n  // "//" here\n  "zero_optimization": {"stage": 3}, /* last */\n  "url": "http://x"  # end\n,}\n'
     )
-    found = {finding.code: finding for finding in reshard.diagnose(path)}
+    found = {finding.code: finding for finding in reshard.doctor(path)}
     assert found.keys() == {"config-json-comments", "config-zero3-gather"}
     assert found["config-zero3-gather"].places[0].line == 3
 
@@ -143,7 +143,7 @@ def test_json_with_comments_is_diagnosed_and_told_of(tmp_path: Path) -> None:
 def test_what_is_merged_from_an_anchor_has_its_line(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("base: &b\n  learning_rate: 1.0e-5\n  output_dir: o\n  device_map: auto\n<<: *b\n")
-    (found,) = reshard.diagnose(path)
+    (found,) = reshard.doctor(path)
     assert found.code == "script-device-map" and found.places[0].line == 4
 
 
@@ -230,7 +230,7 @@ def test_a_closed_standard_input_is_empty() -> None:
 
 def test_what_is_no_path_at_all() -> None:
     with pytest.raises(reshard.ReshardError, match="wrong value for target"):
-        reshard.diagnose(5)  # type: ignore[arg-type]
+        reshard.doctor(5)  # type: ignore[arg-type]
 
 
 def test_the_log_of_a_rank_that_failed_first_is_read_among_many(tmp_path: Path) -> None:
@@ -287,15 +287,15 @@ def test_binary_files_are_no_logs_of_a_folder(tmp_path: Path) -> None:
 
 def test_the_tracker_is_looked_for_beside_the_iteration_and_not_in_the_folder_of_the_run() -> None:
     run = Path(__file__).parents[1] / "data/peers/swift/qwen3"  # ms-swift's, with the tracker in checkpoint-3
-    assert "checkpoint-lacks" not in [finding.code for finding in reshard.diagnose(run)]
+    assert "checkpoint-lacks" not in [finding.code for finding in reshard.doctor(run)]
 
 
 def test_a_file_of_another_program_makes_no_checkpoint_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "b.bin").write_bytes(bytes(range(7, 255)) * 9)
     with pytest.raises(reshard.ReshardError, match="neither a checkpoint nor a log"):
-        reshard.diagnose(tmp_path)
+        reshard.doctor(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    assert [each.code for each in reshard.diagnose(tmp_path)] == ["checkpoint-damaged"]
+    assert [each.code for each in reshard.doctor(tmp_path)] == ["checkpoint-damaged"]
 
 
 def test_a_log_is_diagnosed_without_numpy_and_torch(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ Trainer(model=model).train()
 def test_a_script_is_judged_by_the_launch_beside_it(tmp_path: Path, launch: str, is_sure: bool) -> None:
     (tmp_path / "auto.py").write_text(SPREAD)
     (tmp_path / "run.sh").write_text(f"#!/bin/bash\n{launch}\n")
-    (found,) = reshard.diagnose(tmp_path / "auto.py", tmp_path / "run.sh")
+    (found,) = reshard.doctor(tmp_path / "auto.py", tmp_path / "run.sh")
     assert found.code == "script-device-map"
     assert (found.severity, found.certainty) == (("error", "sure") if is_sure else ("warning", "likely"))
     assert any("run.sh" in each.en for each in found.evidence) == is_sure
@@ -43,7 +43,7 @@ def test_a_script_is_judged_by_the_launch_beside_it(tmp_path: Path, launch: str,
 def test_a_mixed_cat_beside_a_spread_model_is_not_code_of_your_own(tmp_path: Path) -> None:
     (tmp_path / "auto.py").write_text(SPREAD)
     (tmp_path / "run.log").write_text(catalogue()["dtensor-mixed-cat"].excerpt)
-    found = reshard.diagnose(tmp_path / "auto.py", tmp_path / "run.log")
+    found = reshard.doctor(tmp_path / "auto.py", tmp_path / "run.log")
     assert [each.code for each in found] == ["script-device-map"] and "dtensor-mixed-cat" in found[0].also
 
 
@@ -54,10 +54,10 @@ def test_the_folder_of_a_run_is_read_with_its_logs_and_checkpoints(
     run = tmp_path / "run"
     (run / "logs" / "none_x" / "attempt_0" / "1").mkdir(parents=True)
     (run / "logs" / "none_x" / "attempt_0" / "1" / "stderr.log").write_text(entry.excerpt)
-    assert [each.code for each in reshard.diagnose(run)] == [entry.id]
+    assert [each.code for each in reshard.doctor(run)] == [entry.id]
     shutil.copytree(hf_model("qwen3"), run / "checkpoint-4")
     (run / "checkpoint-4" / "model.safetensors").write_bytes(b"PK")
-    found = [each.code for each in reshard.diagnose(run)]
+    found = [each.code for each in reshard.doctor(run)]
     assert entry.id in found and "checkpoint-damaged" in found
 
 

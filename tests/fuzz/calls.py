@@ -18,7 +18,7 @@ from reshard.base.errors import ReshardError
 from reshard.cli import main
 from reshard.containers.safetensors import read_tensors
 from reshard.containers.torchfiles.read import read_torch_file
-from reshard.runs.doctor import diagnose
+from reshard.runs.doctor.python_api import doctor
 from reshard.runs.guard.data.data_files import check_records
 from reshard.runs.guard.data.records import SHAPES_OF_METHOD
 from reshard.stores.registry import is_url, parsed
@@ -272,7 +272,7 @@ def url(data: bytes) -> None:
 
 def diagnosed(path: Path) -> None:
     """The doctor detects a file's kind by its suffix."""
-    diagnose(path)
+    doctor(path)
 
 
 def data(name: str) -> Open:

@@ -15,9 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.base.argument_checks import Arguments
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.exceptions_to_problems import for_users
 from reshard.base.foreign_text import clipped, shown
 from reshard.base.languages import Text
 from reshard.base.plain_json import decoded
@@ -55,58 +53,21 @@ CHECKED_SUFFIXES = (".py", *SHELL_SUFFIXES, *CONFIG_SUFFIXES)
 """Suffixes of files that are no logs."""
 
 
-@for_users()
-def diagnose(
-    *targets: str | PathLike[str],
-    on_bytes: Callable[[int], None] = lambda count: None,
-    on_read: Callable[[Text], None] = lambda read: None,
-) -> list[Finding]:
-    """Find what is wrong with logs, scripts, configs and checkpoints, and the cure.
-
-    Several targets are seen together: what one shows and another explains is one finding.
-
-    Parameters
-    ----------
-    *targets : str or path-like
-        Logs, scripts, configs, lists of packages, checkpoints, or the folder of a run; "-" is a log on
-        standard input. Without a target, this machine and its Python environment are diagnosed.
-    on_bytes : callable
-        Called with the number of bytes of logs as they are read.
-    on_read : callable
-        Called, for each target without findings, with what it was taken for and how much of it was read.
-
-    Returns
-    -------
-    list of Finding
-        The one to fix first comes first.
-
-    Raises
-    ------
-    ReshardError
-        For every target that cannot be read.
-
-    Examples
-    --------
-    >>> reshard.diagnose("train.log")[0].code
-    'cuda-out-of-memory'
-    """
-    return examine(*targets, on_bytes=on_bytes, on_read=on_read).findings
-
-
-@for_users()
 def examine(
     *targets: str | PathLike[str],
     on_bytes: Callable[[int], None] = lambda count: None,
     on_read: Callable[[Text], None] = lambda read: None,
 ) -> Examination:
-    """The same as `diagnose`, with the facts behind the findings.
+    """Find what is wrong with targets, seen together, and the facts behind the findings.
 
     Parameters
     ----------
     *targets : str or path-like
-        As for `diagnose`. Without a target, only findings about this machine.
-    on_bytes, on_read : callable
-        As for `diagnose`.
+        As for `doctor`. Without a target, only findings about this machine.
+    on_bytes : callable
+        Called with the number of bytes of logs as they are read.
+    on_read : callable
+        Called, for each target without findings, with what it was taken for and how much of it was read.
 
     Returns
     -------
@@ -120,11 +81,6 @@ def examine(
     """
     if not targets:
         return Examination(spelled(check_machine(), RunTools()))
-    given = Arguments("diagnose")
-    for each in targets:
-        given.path("target", each)
-    given.callbacks(on_bytes=on_bytes, on_read=on_read)
-    given.settle()
     paths = (str(each) if _is_plain(str(each)) else str(typed_path(str(each))) for each in targets)
     named = list(dict.fromkeys(paths))
     launch = next(filter(None, map(launch_of, named)), None)

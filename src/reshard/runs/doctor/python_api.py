@@ -8,12 +8,13 @@ from typing import Annotated, Any, ClassVar
 
 from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.errors import ReshardError
+from reshard.base.exceptions_to_problems import for_users
 from reshard.base.options import About, takes_also
 from reshard.base.shared_options import OnBytesOption
 from reshard.runs.checks.environment import look_around
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.machine_checks import check_machine
-from reshard.runs.doctor.diagnose_targets import diagnose
+from reshard.runs.doctor.diagnose_targets import examine
 from reshard.runs.doctor.remedy_spelling import RunTools, spelled
 
 
@@ -41,6 +42,7 @@ class DoctorOptions(OnBytesOption):
             )
 
 
+@for_users()
 @takes_also(DoctorOptions)
 def doctor(*targets: StrPath, **given: Any) -> list[Finding]:
     """Explain what is wrong, why, and how to fix it.
@@ -75,5 +77,5 @@ def doctor(*targets: StrPath, **given: Any) -> list[Finding]:
     asked = DoctorOptions(**arguments.options(DoctorOptions, given))
     asked.check(targets)
     if asked.python is None:
-        return diagnose(*targets, on_bytes=asked.on_bytes)
+        return examine(*targets, on_bytes=asked.on_bytes).findings
     return spelled(check_machine(look_around(str(asked.python))), RunTools())

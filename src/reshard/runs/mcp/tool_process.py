@@ -68,9 +68,9 @@ def api_history(
 
 
 def compare(checkpoint: str, base: str) -> dict[str, Any]:
-    from reshard.runs.doctor import diagnose
+    from reshard.runs.doctor.diagnose_targets import examine
 
-    findings = [each.in_language("en") for each in diagnose(checkpoint, base)]
+    findings = [each.in_language("en") for each in examine(checkpoint, base).findings]
     return {"findings": findings, "weights": verify(checkpoint, base)}
 
 
