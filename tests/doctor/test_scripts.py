@@ -276,7 +276,7 @@ LAUNCHES = {
         2,
     ),
     "too few GPUs in one line": (
-        "CUDA_VISIBLE_DEVICES=0 accelerate launch --num_processes=2 train.py\n",
+        "CUDA_VISIBLE_DEVICES=0 accelerate launch --multi_gpu --num_processes=2 train.py\n",
         "env-more-processes-than-gpus",
         1,
     ),

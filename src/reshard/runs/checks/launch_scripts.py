@@ -3,102 +3,75 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
 from reshard.base.foreign_text import clipped
 from reshard.base.plain_json import decoded
 from reshard.runs.checks import rules
+from reshard.runs.checks.command.launchers import LAUNCHERS
+from reshard.runs.checks.command.read_command import TrainingCommand, read_command, visible_gpus, worth
+from reshard.runs.checks.command.shells import commands_in
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import SHELL_SUFFIXES, Launch, Location
 from reshard.runs.checks.machine_checks import more_processes_than_gpus
 
-_LAUNCHER = re.compile(
-    r"\b(?:torchrun|accelerate\s+launch|deepspeed|torch\.distributed\.(?:run|launch)|megatron\s+\w+|swift\s+\w+)\b"
+LAYOUT_OPTIONS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
 )
-_PER_MACHINE = re.compile(r"(?:--(?:nproc[-_]per[-_]node|num_gpus)[ =]+|\bNPROC_PER_NODE=)(\S+)")
-_MACHINES = re.compile(r"--(?:nnodes|num_machines|num_nodes)[ =]+(\S+)")
-_OF_ALL = re.compile(r"--num_processes[ =]+(\S+)")
-_VISIBLE = re.compile(r"\bCUDA_VISIBLE_DEVICES=[\"']?([\d,]+)")
-_SPLITS = re.compile(r"--(tensor|pipeline|context)[-_](?:model[-_])?parallel[-_]size[ =]+(\S+)")
-_VARIABLE = re.compile(
-    r"^[ \t]*(?:export[ \t]+)?(\w+)=[\"']?(?:\$\{\w+:-)?(\d{1,9})\}?[\"']?[ \t]*(?:#.*)?$", re.MULTILINE
-)
-_CONTINUED = re.compile(r"\\[ \t]*\n")
-_COMMAND = re.compile(r"(?:[^\n]*\\[ \t]*\n)*[^\n]*\n?")
-"""A line, with those that continue it."""
-
-
-@dataclass(frozen=True)
-class _Command:
-    """A launcher's command in one line, and what the script sets: the visible GPUs, and numbers of variables."""
-
-    place: Location
-    text: str
-    gpus: str
-    numbers: Mapping[str, str]
-
-    def value(self, word: str) -> int | None:
-        """A number in digits, or a variable that the script sets to one."""
-        name = word.strip("\"'{}$")
-        digits = self.numbers.get(name, name)
-        return int(digits) if re.fullmatch(r"[0-9]{1,9}", digits) else None
-
-    def number(self, option: re.Pattern[str]) -> int | None:
-        match = option.search(self.text)
-        return self.value(match[1]) if match else None
-
-    @property
-    def processes(self) -> tuple[int | None, int | None]:
-        """The number on each machine, and of all machines."""
-        machines = self.number(_MACHINES) if _MACHINES.search(self.text) else 1
-        local, total = self.number(_PER_MACHINE), self.number(_OF_ALL)
-        if not machines:
-            return local, total
-        return local or (total and total // machines), total or (local and local * machines)
-
-
-def _commands(path: str) -> Iterator[_Command]:
-    text = "\n".join(decoded(Path(path).read_bytes()).splitlines())
-    numbers = {match[1]: match[2] for match in _VARIABLE.finditer(text)}
-    everywhere = _VISIBLE.findall(text)
-    line = 1
-    for match in _COMMAND.finditer(text):
-        command = _CONTINUED.sub(" ", match[0])
-        if _LAUNCHER.search(command) and not command.lstrip().startswith("#"):
-            place = Location(path, line, clipped(" ".join(command.split()), 200))
-            gpus = _VISIBLE.findall(command) or everywhere
-            yield _Command(place, command, gpus[0] if len(gpus) == 1 else "", numbers)
-        line += match[0].count("\n")
+_ANY_MACHINES = ("one,two", "one,two,three")
+"""GPUs of two machines: a number of processes that is the same on both is stated by the script."""
+_LISTED_GPUS = re.compile(r"\d+(?:,\d+)*,?")
 
 
 def check_launches(path: str) -> list[Finding]:
     """What is wrong with the launches of a shell script."""
-    return [finding for command in _commands(path) for finding in _problems(command)]
-
-
-def _problems(command: _Command) -> Iterator[Finding]:
-    local, total = command.processes
-    gpus = len(re.findall(r"\d+", command.gpus))
-    yield from more_processes_than_gpus(local or 1, gpus, command.place)
-    splits = {match[1]: command.value(match[2]) or 0 for match in _SPLITS.finditer(command.text)}
-    yield from uneven_layout(splits, total or 0, command.place)
-
-
-def uneven_layout(splits: Mapping[str, int], world: int, place: Location) -> Iterator[Finding]:
-    """A layout of tensor, pipeline and context parallelism that does not divide the number of processes."""
-    product = prod(splits.values())
-    if product and world % product:
-        sizes = " × ".join(f"{name} {size}" for name, size in splits.items())
-        yield rules.finding("launch-layout", [place], {"world": world, "product": product, "sizes": sizes})
+    return [finding for place, command in _launches(path) for finding in _problems(command, place)]
 
 
 def launch_of(path: str) -> Launch | None:
     """The first launch of several processes in a shell script."""
-    for command in _commands(path) if path.endswith(SHELL_SUFFIXES) and Path(path).is_file() else ():
-        local, total = command.processes
-        if local and (local > 1 or (total or 1) > 1):
-            return Launch(command.place, local, total)
+    for place, command in _launches(path) if path.endswith(SHELL_SUFFIXES) and Path(path).is_file() else ():
+        total = _world(command)
+        if command.processes > 1 or (total or 1) > 1:
+            return Launch(place, command.processes, total)
     return None
+
+
+def uneven_layout(command: TrainingCommand, place: Location) -> Iterator[Finding]:
+    """A layout of tensor, pipeline and context parallelism that does not divide the number of processes."""
+    given = {name: str(command.setting(name)) for name in LAYOUT_OPTIONS if command.setting(name)}
+    sizes = {name: int(value) for name, value in given.items() if value.isdecimal()}
+    product, world = prod(sizes.values()), _world(command)
+    if product and world and world % product:
+        shown = " × ".join(f"{name} {size}" for name, size in sizes.items())
+        yield rules.finding("launch-layout", [place], {"world": world, "product": product, "sizes": shown})
+
+
+def _launches(path: str) -> Iterator[tuple[Location, TrainingCommand]]:
+    """The commands of launchers in a script that state how many processes they start."""
+    text = "\n".join(decoded(Path(path).read_bytes()).splitlines())
+    folder = Path(path).parent
+    with suppress(ValueError):  # quotes without an end
+        for line in commands_in(text, folder, (), {}, folder):
+            here = [{"CUDA_VISIBLE_DEVICES": gpus, **line.environment} for gpus in _ANY_MACHINES]
+            read = [read_command(line.words, each, line.folder) for each in here]
+            if worth(line.words) > 1 and read[0].processes == read[1].processes:
+                yield Location(path, line.line, clipped(" ".join(line.words), 200)), read[0]
+
+
+def _problems(command: TrainingCommand, place: Location) -> Iterator[Finding]:
+    listed = command.environment["CUDA_VISIBLE_DEVICES"]
+    if _LISTED_GPUS.fullmatch(listed):
+        yield from more_processes_than_gpus(command.processes, visible_gpus(command.environment), place)
+    yield from uneven_layout(command, place)
+
+
+def _world(command: TrainingCommand) -> int | None:
+    """The number of processes on all nodes; None if a variable that nothing sets has the number of nodes."""
+    nodes = [str(command.setting(each.nodes)) for each in LAUNCHERS]
+    return None if any("$" in each for each in nodes) else command.processes * command.nodes

@@ -108,20 +108,25 @@ def the_launch(
     rank: Callable[[list[str]], int],
 ) -> ShellLaunch | None:
     """The command of a script with the highest `rank`, if there is exactly one; those of rank 0 do not count."""
+    try:
+        found = [(rank(each.words), each) for each in commands_in(text, of, arguments, environment, folder)]
+    except ValueError:
+        return None
+    highest = max((worth for worth, _ in found), default=0)
+    best = [launch for worth, launch in found if worth == highest > 0]
+    return best[0] if len(best) == 1 else None
+
+
+def commands_in(
+    text: str, of: Path, arguments: Sequence[str], environment: Mapping[str, str], folder: Path
+) -> Iterator[ShellLaunch]:
+    """The commands of a script. Raises ValueError for quotes without an end, and for an unknown folder."""
     shell = _Shell(dict(environment), folder)
     shell.variables = {str(at): [word] for at, word in enumerate(arguments, 1)}
     shell.variables |= {OWN_FOLDER: [str(of)], "@": list(arguments), "*": list(arguments)}
-    found: list[tuple[int, ShellLaunch]] = []
-    try:
-        for line, tokens in _statements(text):
-            words = _run(shell, tokens)
-            if words and (worth := rank(words)):
-                launch = ShellLaunch(words, line, dict(shell.environment), shell.folder, shell.other_python)
-                found.append((worth, launch))
-    except ValueError:  # quotes without an end, or an unknown folder
-        return None
-    best = [launch for worth, launch in found if worth == max(each for each, _ in found)]
-    return best[0] if len(best) == 1 else None
+    for line, tokens in _statements(text):
+        if words := _run(shell, tokens):
+            yield ShellLaunch(words, line, dict(shell.environment), shell.folder, shell.other_python)
 
 
 def _run(shell: _Shell, tokens: list[str]) -> list[str]:

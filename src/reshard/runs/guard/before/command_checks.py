@@ -200,10 +200,7 @@ def _of_settings(command: TrainingCommand, installed: Mapping[str, str]) -> Iter
     yield from check_options(options, plain_source(command.script), tool, installed)
     world = command.processes * command.nodes
     if not _shell_scripts(command):
-        sizes = {
-            name: _number(command.setting(name)) or 1 for name in LAYOUT_OPTIONS if command.setting(name)
-        }
-        yield from uneven_layout(sizes, world, Location("the command", None, " ".join(command.words)))
+        yield from uneven_layout(command, Location("the command", None, " ".join(command.words)))
     if _groups_are_set(command):
         given = {key: _number(command.setting(key)) for key in grpo.GRPO_OPTIONS}
         places = {key: command.settings[key][1] for key in grpo.GRPO_OPTIONS if key in command.settings}
@@ -212,11 +209,6 @@ def _of_settings(command: TrainingCommand, installed: Mapping[str, str]) -> Iter
 
 TOOL_PACKAGES = {"llamafactory": "llamafactory", "swift": "ms-swift"}
 """Tools that refuse options of other releases, and their packages."""
-LAYOUT_OPTIONS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-)
 
 
 def _groups_are_set(command: TrainingCommand) -> bool:
