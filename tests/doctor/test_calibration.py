@@ -10,7 +10,6 @@ import pytest
 import reshard
 from reshard.runs.doctor.entries.catalogue_entry import catalogue
 from reshard.runs.doctor.log_diagnosis import diagnose_text
-from reshard.runs.doctor.unknown_failure import nearest
 from tests.commandline import reshard as command
 
 ENTRIES = catalogue()
@@ -77,12 +76,6 @@ def test_a_log_that_ends_in_a_failure_is_never_clean(line: str, tmp_path: Path) 
     assert command("doctor", tmp_path / "run.log").code == 1
     (tmp_path / "run.log").write_text(f"{line}\n{STEP}\nModel saved to out\n")
     assert command("doctor", tmp_path / "run.log").code == 0
-
-
-def test_entries_that_share_hardly_a_word_are_not_near() -> None:
-    assert nearest("FrobError: frobnicate wibble wobble quux", ENTRIES.values()) == []
-    entry = ENTRIES["dtensor-mixed-cat"]
-    assert entry.id in nearest(entry.excerpt.splitlines()[-3], ENTRIES.values())
 
 
 # ---------------------------------------------------------------------------------------- what nothing is known of

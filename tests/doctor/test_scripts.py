@@ -117,6 +117,11 @@ TRAPS = {
         'args = GRPOConfig(evaluation_strategy="no", output_dir="o")',
         'args = GRPOConfig(eval_strategy="no", output_dir="o")',
     ),
+    "a name that transformers dropped": (
+        "script-name-gone",
+        "from transformers import AdamW",
+        "from torch.optim import AdamW",
+    ),
     "gone": (
         "script-removed-keyword",
         'args = DPOConfig(\n    max_prompt_length=512,\n    output_dir="o",\n)',

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from reshard.base.suggest import closest
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, ApiTable, table_of, tables
+from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, REPLACED_NAMES, ApiTable, table_of, tables
 from reshard.runs.checks.history.bloom_filters import packages_with
 from reshard.runs.checks.history.call_parameters import parameters, refused
 from reshard.runs.checks.history.versions_in_use import Versions
@@ -116,16 +116,17 @@ def _of_name(
     if name and presence.at(version) is not False:
         presence, shown = own.name(module, name), f"{module}.{name}"
     bounds = presence.bounds(version) if presence.at(version) is False else None
-    if bounds is None or own.is_open(module, version):
+    replaced = REPLACED_NAMES.get(shown, "")
+    if bounds is None or (own.is_open(module, version) and not replaced):
         return
     if bounds.since:
         yield added_later(shown, own, bounds, source.place(node.lineno), versions)
         return
     new = own.elsewhere(name, module, max(0, own.place(version)[0])) if name else None
-    instead = f"from {new} import {name}" if new else ""
+    instead = replaced or (f"from {new} import {name}" if new else "")
     is_alone = isinstance(node, ast.ImportFrom) and len(node.names) == 1 and node.end_lineno == node.lineno
     line = source.lines[node.lineno - 1]
-    fixed = re.sub(r"from \S+ import .*", instead, line) if instead and is_alone else ""
+    fixed = re.sub(r"from \S+ import .*", instead, line) if instead.startswith("from ") and is_alone else ""
     values = {"name": shown, "package": own.package, "release": bounds.last}
     values["pin"] = f"{own.package}{bounds.specifier}"
     values["instead"] = phrase_text("write-instead", new=instead) if instead else phrase_text("go-back")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from dataclasses import replace
 
 from reshard.base.foreign_text import clipped, shown_lines
@@ -12,7 +10,6 @@ from reshard.runs.checks import rules
 from reshard.runs.checks.finding import UNKNOWN, UNKNOWN_FAILURE, Finding
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
-from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogue
 from reshard.runs.doctor.text.first_failure import which_is_first
 from reshard.runs.doctor.text.free_text import is_question
 from reshard.runs.doctor.text.log import Log, Traceback
@@ -61,11 +58,9 @@ def of_unknown(root: Traceback, log: Log) -> Finding | None:
         return of_unended(log)
     first = root.root
     asked = clipped(asks(root.message), MAX_MESSAGE)
-    near = nearest(root.said, catalogue().values())
     values = {
         "shown": _shown(first, is_quoted=asked == first.message.strip()),
         "asked": asked,
-        "near": phrase_text("near-entries", near=", ".join(near)) if near else Text.same(""),
         "upstream": _where_to_search(first),
     }
     rule = UNKNOWN_THAT_ASKS if asked else UNKNOWN_FAILURE
@@ -108,26 +103,3 @@ def _where_to_search(first: Traceback) -> Text:
 def _indented(said: str) -> str:
     """Text from a log, indented like frames, to distinguish it from the doctor's own lines."""
     return "\n".join(f"  {line}" for line in clipped(shown_lines(said), MAX_MESSAGE).split("\n"))
-
-
-_WORD = re.compile(r"[A-Za-z_][A-Za-z_.]{2,}")
-LEAST_WORDS = 5
-"""Minimum words of a failure that are compared with entries: fewer occur in any message."""
-LEAST_LIKENESS = 0.3
-"""The share of a failure's words, weighted by rarity, that a near entry must contain."""
-
-
-def nearest(text: str, entries: Iterable[CatalogueEntry], count: int = 3) -> list[str]:
-    """The ids of entries whose excerpts share most words with a text; rare words count most."""
-    known = {entry.id: set(_WORD.findall(entry.excerpt.lower())) for entry in entries}
-    asked = set(_WORD.findall(text.lower()))
-    if len(asked) < LEAST_WORDS:
-        return []
-    weight = {word: 1 / (1 + sum(word in each for each in known.values())) for word in asked}
-    total = sum(weight.values())
-
-    def share(identifier: str) -> float:
-        return sum(weight[word] for word in asked & known[identifier]) / total
-
-    ranked = sorted(known, key=share, reverse=True) if total else []
-    return [identifier for identifier in ranked[:count] if share(identifier) >= LEAST_LIKENESS]

@@ -296,6 +296,14 @@ _RENAMES = {
 """Replacements that the packages' code does not state in a readable way. A ratio becomes warmup_steps below 1."""
 
 
+REPLACED_NAMES = {
+    "peft.prepare_model_for_int8_training": "from peft import prepare_model_for_kbit_training",
+    "transformers.AdamW": "from torch.optim import AdamW",
+    "trl.DataCollatorForCompletionOnlyLM": "SFTConfig(..., completion_only_loss=True)",
+}
+"""Names that were removed, and what to write instead, which the tables cannot know."""
+
+
 @cache
 def table(package: str) -> ApiTable | None:
     """The table of a package, None if there is none."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from reshard.base.languages import Text
-from reshard.runs.checks.history.api_table import PACKAGE_ROOTS, ApiTable, table_of, tables
+from reshard.runs.checks.history.api_table import PACKAGE_ROOTS, REPLACED_NAMES, ApiTable, table_of, tables
 from reshard.runs.checks.history.bloom_filters import packages_with
 from reshard.runs.checks.history.call_parameters import base_of
 from reshard.runs.checks.history.release_ranges import Bounds, Presence
@@ -52,14 +52,6 @@ def known_of(missing: Missing, failure: Traceback, log: Log) -> KnownName | None
             return _of_call(missing, failure, log)
 
 
-_REPLACED = {
-    "peft.prepare_model_for_int8_training": "from peft import prepare_model_for_kbit_training",
-    "transformers.AdamW": "from torch.optim import AdamW",
-    "trl.DataCollatorForCompletionOnlyLM": "SFTConfig(..., completion_only_loss=True)",
-}
-"""Names that others replace, which the tables cannot know."""
-
-
 def _of_name(missing: Missing) -> KnownName | None:
     own = table_of(missing.owner)
     if missing.root == "numpy" and missing.name.startswith("_"):
@@ -70,7 +62,7 @@ def _of_name(missing: Missing) -> KnownName | None:
     moved = own.moved(missing.owner, missing.name)
     instead = f"from {moved} import {missing.name}" if moved else None
     presence = own.name(missing.owner, missing.name)
-    return KnownName(missing, own, presence, missing.whole, _REPLACED.get(missing.whole) or instead)
+    return KnownName(missing, own, presence, missing.whole, REPLACED_NAMES.get(missing.whole) or instead)
 
 
 def _of_module(missing: Missing) -> KnownName | None:

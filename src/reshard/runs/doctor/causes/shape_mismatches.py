@@ -124,17 +124,6 @@ _HIDDEN = "hidden"
 _SHARDS = ("shard", "model-shard")
 
 
-COVERED_BY_ENTRY = {"zero3-size-0": {"placeholder"}}
-"""The classes that catalogue entries cover."""
-
-
-def contradict(identifier: str, said: str) -> bool:
-    """Whether the first pair of shapes in a message is of another class than the entry covers."""
-    classes = (found[0] for pair in pairs(said) if (found := _class_of(pair)))
-    first = next(classes, None)
-    return first is not None and first not in COVERED_BY_ENTRY.get(identifier, {first})
-
-
 def _shape(text: str) -> TensorShape:
     return tuple(int(part) for part in text.replace(" ", "").split(",") if part)
 

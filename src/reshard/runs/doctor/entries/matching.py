@@ -16,7 +16,6 @@ from reshard.base.languages import Text
 from reshard.runs.checks.finding import CERTAINTIES, UNKNOWN_FAILURE, Finding
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
-from reshard.runs.doctor.causes.shape_mismatches import contradict
 from reshard.runs.doctor.entries.analyses import ANALYSES
 from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogue
 from reshard.runs.doctor.ranking import Candidate, Explains, Specificity
@@ -95,8 +94,6 @@ def _hit(
     if line is None or not _applies(entry, whole.text, log.versions):
         return None
     said = root.said if root and explains else line.text
-    if contradict(entry.id, said):
-        return None
     is_root = explains or (root is not None and is_in(line, root))
     first = [which_is_first(root)] if root and explains else []
     if entry.kind == "symptom" and is_root:
