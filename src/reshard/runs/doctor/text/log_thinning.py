@@ -31,21 +31,7 @@ MAX_TRACEBACK_LINES = 600
 """Maximum lines of a traceback that are followed."""
 
 _DIGITS = b"0123456789"
-_FAILS = (
-    "rror",
-    "ERROR",
-    "xcept",
-    "ailed",
-    "ailure",
-    "illed",
-    "imed out",
-    "imeout",
-    "bort",
-    "FATAL",
-    "SIG",
-    "错",
-    "失败",
-)
+_FAILS = re.compile("rror|ERROR|xcept|ailed|ailure|illed|imed out|imeout|bort|FATAL|SIG|错|失败")
 """Parts of words of failures; a line that has none may only be the text of one."""
 _ENDS = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
 
@@ -85,9 +71,9 @@ class _Thinner:
         self._raw, self._seen = _Seen(), _Seen()
         self._ends: dict[str, int] = {}
         self._open: dict[str, list[tuple[int, str]]] = {}
-        self._last: deque[tuple[int, str | None, str]] = deque()
+        self._last: deque[tuple[int, str | None, str]] = deque(maxlen=LAST_LINES)
         """Lines that may be among the last ones. If the stream is None, the text still has its prefixes."""
-        self._room = self._room_for_failures = self._room_at_end = MAX_CHARACTERS
+        self._room = self._room_for_failures = MAX_CHARACTERS
 
     def add(self, number: int, line: str) -> None:
         """Add the next line, as it is in the log."""
@@ -96,7 +82,7 @@ class _Thinner:
             for each in self._prefixes.read(number, line):
                 self._add(*each)
         else:
-            self._pass(number, None, line)
+            self._last.append((number, None, line))
 
     def _add(self, number: int, stream: str, text: str) -> None:
         if self._has_room(text) and (number <= FIRST_LINES or self._seen.is_new(text)):
@@ -106,21 +92,14 @@ class _Thinner:
             else:
                 self._room_for_failures -= len(text)
         else:
-            self._pass(number, stream, text)
+            self._last.append((number, stream, text))
         if TRACEBACK_START in text:
             self._open[stream] = [(number, text)]
         elif stream in self._open:
             self._follow(number, stream, text)
 
     def _has_room(self, text: str) -> bool:
-        return self._room > 0 or (self._room_for_failures > 0 and any(map(text.__contains__, _FAILS)))
-
-    def _pass(self, number: int, stream: str | None, text: str) -> None:
-        """Keep a line as long as it is among the last."""
-        self._last.append((number, stream, text))
-        self._room_at_end -= len(text)
-        while len(self._last) > LAST_LINES or self._room_at_end < 0:
-            self._room_at_end += len(self._last.popleft()[2])
+        return self._room > 0 or (self._room_for_failures > 0 and _FAILS.search(text) is not None)
 
     def _follow(self, number: int, stream: str, text: str) -> None:
         """Add a line to its stream's open traceback; at the end keep the traceback, if it is among the first."""
@@ -140,7 +119,11 @@ class _Thinner:
         """The lines that were kept, when the log has ended."""
         for each in self._prefixes.rest():
             self._add(*each)
-        for number, stream, text in self._last:
+        room = MAX_CHARACTERS
+        for number, stream, text in reversed(self._last):
+            room -= len(text)
+            if room < 0:
+                break
             told = self._prefixes.taken_off(cleaned(text)) if stream is None else (stream, text)
             self._kept.setdefault(number, told)
         return ((number, *self._kept[number]) for number in sorted(self._kept))

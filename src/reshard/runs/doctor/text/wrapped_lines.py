@@ -26,7 +26,8 @@ def rejoined(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
     """The lines as they were before a terminal wrapped them, each with the number of its first one (from 1)."""
     width, first, whole, last = 0, 0, "", ""
     for number, line in enumerate(lines, 1):
-        width = width or _width(last, line)
+        if not width and 'File "' in last:
+            width = _width(last, line)
         if width and len(last) == width and len(whole) < MAX_JOINED and _continues(last, line):
             whole, last = whole + line, line
             continue
@@ -43,7 +44,7 @@ def _continues(line: str, following: str) -> bool:
 
 def _width(line: str, following: str) -> int:
     """The width of the terminal, if the second of these lines completes the frame that the first one begins; else 0."""
-    if 'File "' not in line or not NARROWEST <= len(line) <= WIDEST or not _UNFINISHED.search(line):
+    if not NARROWEST <= len(line) <= WIDEST or not _UNFINISHED.search(line):
         return 0
     begin = line.rindex('File "')
     return len(line) if _FRAME.match(line + following, begin) and not _FRAME.match(line, begin) else 0
