@@ -22,7 +22,7 @@ FIRST_LINES = 5_000
 """Lines at the beginning that are all kept: most logs are not longer."""
 LAST_LINES = 8_000
 """Lines at the end that are kept: torchelastic's summary of 512 ranks has seven lines for each."""
-MAX_CHARACTERS = 1_000_000
+MAX_CHARACTERS = 500_000
 """Characters of new lines that are kept, the same number of those that may report a failure, and of the last lines."""
 MAX_COPIES = 3
 MAX_LINE_KINDS = 400_000
