@@ -56,7 +56,7 @@ def options(record: type, *command: str) -> list[list[str]]:
 
 
 def _value(flag: click.Option) -> str:
-    values = flag.type.choices if isinstance(flag.type, click.Choice) else (flag.metavar or "").split("|")
+    values = (flag.metavar or "").strip("[]").split("|")
     return "".join(f" `{value}`" for value in values if value)
 
 

@@ -435,7 +435,7 @@ def test_a_share_beyond_float32_is_refused(three: list[Path], tmp_path: Path) ->
     assert problem["code"] == "average-weights-wrong"
 
 
-@pytest.mark.parametrize("weights", ["1", "1,2,3", "1,nan", "1,inf", "1,-1", "-2,1", "1e308,-1e308"])
+@pytest.mark.parametrize("weights", ["1", "1,2,3", "1,-1", "-2,1", "1e308,-1e308"])
 def test_weights_that_cannot_be_used(three: list[Path], tmp_path: Path, weights: str) -> None:
     (problem,) = refused(*three[:2], tmp_path / "out", f"--weights={weights}")
     assert problem["code"] == "average-weights-wrong"
@@ -443,7 +443,8 @@ def test_weights_that_cannot_be_used(three: list[Path], tmp_path: Path, weights:
 
 def test_words_that_cannot_be_used(three: list[Path], tmp_path: Path) -> None:
     assert refused(three[0], tmp_path / "out")[0]["code"] == "average-of-one"
-    assert refused(three[0], three[1], tmp_path / "out", "--weights", "1,x")[0]["code"] == "value-invalid"
+    for words in ("1,x", "1,nan", "1,inf"):
+        assert refused(*three[:2], tmp_path / "out", "--weights", words)[0]["code"] == "value-invalid"
     missing = refused(tmp_path / "a", tmp_path / "b", three[0], tmp_path / "out")
     assert [each["file"] for each in missing] == [str(tmp_path / "a"), str(tmp_path / "b")]
     with pytest.raises(api.ReshardError, match="wrong value for weights"):

@@ -81,9 +81,9 @@ def is_everywhere(found: dict[str, Any]) -> bool:
     """Whether the option is in the help, the function, the man page, and the checks of both."""
     assert "--spare N" in found["help"] and "[default: 7]" in found["help"]
     assert found["signature"] == ["KEYWORD_ONLY", 7]
-    assert "\nspare : int, default 7\n    Spare parts of `" in found["doc"]
+    assert "\nspare : int, default 7\n    Spare parts of SRC." in found["doc"]
     assert "\\fB\\-\\-spare N\\fR\nSpare parts of SRC." in found["page"]
-    assert found["1"]["code"] == 2 and "1 is less than 2" in found["1"]["err"]
+    assert found["1"]["code"] == 2 and "an integer of at least 2" in found["1"]["err"]
     assert "an integer of at least 2" in found["refused"] and "spare=1" in found["refused"]
     assert found["5"]["code"] == 0, found["5"]["err"]
     return "<spare 5>" in found["5"]["out"]

@@ -6,23 +6,17 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import click
 import pytest
 from click.testing import CliRunner
 
 import reshard
-from reshard.base.argument_checks import Arguments
+from reshard.base.arguments import takes, with_options
 from reshard.base.errors import ReshardError
-from reshard.base.options import (
-    About,
-    options_of,
-    seconds_of,
-    takes,
-    with_options,
-    words_of_seconds,
-)
+from reshard.base.options import About, options_of
+from reshard.base.values import seconds_of, several, text, words_of_seconds
 from reshard.cli import cli
 from reshard.cli.convert import command as convert
 from reshard.cli.record import GroupedOption, record_options
@@ -101,9 +95,9 @@ def test_each_field_is_a_flag_of_its_type() -> None:
     ("words", "said"),
     [
         (("--stall", "soon"), "'soon' is not a duration"),
-        (("--on-stall", "kill"), "'kill' is not one of 'report', 'stop'"),
-        (("--most", "-1"), "-1 is less than 0"),
-        (("--ranks", "0"), "0 is less than 1"),
+        (("--on-stall", "kill"), "'kill' is not one of report, stop"),
+        (("--most", "-1"), "'-1' is not an integer of at least 0"),
+        (("--ranks", "0"), "'0' is not an integer of at least 1, and below 2^31, or 'auto'"),
     ],
 )
 def test_a_wrong_value_is_named(words: tuple[str, ...], said: str) -> None:
@@ -119,28 +113,30 @@ def test_the_help_shows_defaults_and_units() -> None:
     assert "-n, --ranks N|auto How many. [default: auto]" in text
 
 
+@takes(Asked, {"words": several(text("ls"))})
+def call(words: list[str], options: Asked) -> tuple[list[str], Asked]:
+    """Do it.
+
+    Parameters
+    ----------
+    words : list of str
+        What to do.
+    {options}
+
+    Returns
+    -------
+    tuple
+        It.
+    """
+    return words, options
+
+
 def test_a_function_has_the_fields_as_arguments() -> None:
-    @takes(Asked)
-    def call(words: list[str], **options: object) -> tuple[list[str], Asked]:
-        """Do it.
-
-        Parameters
-        ----------
-        words : list of str
-            What to do.
-
-        Returns
-        -------
-        tuple
-            It.
-        """
-        return words, Asked(**options)  # type: ignore[arg-type]
-
-    assert call(["x"], stall=5) == (["x"], Asked(stall=5))
+    assert call(["x"], stall=5) == (("x",), Asked(stall=5))
     names = list(inspect.signature(call).parameters)
     assert names == ["words", *(each.name for each in options_of(Asked))]
-    text = inspect.getdoc(call) or ""
-    parameters = text[text.index("words : list") : text.index("Returns")]
+    told = inspect.getdoc(call) or ""
+    parameters = told[told.index("words : list") : told.index("Returns")]
     assert "\nstall : float, default 600.0\n    Longest silence.\n" in parameters
     assert "\nranks : 'auto' or int, default 'auto'\n" in parameters
     with pytest.raises(TypeError, match="unexpected keyword argument 'stal'"):
@@ -148,8 +144,7 @@ def test_a_function_has_the_fields_as_arguments() -> None:
 
 
 def test_the_arguments_of_a_function_are_checked() -> None:
-    arguments = Arguments("call")
-    wrong = {
+    wrong: dict[str, Any] = {
         "check": "no",
         "stall": "soon",
         "on_stall": "kill",
@@ -157,16 +152,16 @@ def test_the_arguments_of_a_function_are_checked() -> None:
         "output": 3,
         "name": 3,
         "ranks": 0,
+        "files": "a",
     }
-    with pytest.raises(ReshardError):
-        arguments.options(Asked, wrong)
-    assert [each.found for each in arguments.problems] == [
-        f"{name}={value!r}" for name, value in wrong.items()
+    with pytest.raises(ReshardError) as error:
+        call("x", **wrong)  # type: ignore[arg-type]
+    assert [each.found for each in error.value.problems] == [
+        "words='x'",
+        *(f"{name}={value!r}" for name, value in wrong.items()),
     ]
-    right = {"stall": 3, "on_stall": "stop", "ranks": "auto", "output": "/x", "name": None}
-    arguments = Arguments("call")
-    assert Asked(**arguments.options(Asked, right)) == Asked(stall=3, on_stall="stop", output=Path("/x"))
-    assert not arguments.problems
+    right: dict[str, Any] = {"stall": 3, "on_stall": "stop", "ranks": "auto", "output": "/x", "name": None}
+    assert call([], **right)[1] == Asked(stall=3, on_stall="stop", output=Path("/x"))
 
 
 @pytest.mark.parametrize(
@@ -187,21 +182,28 @@ def test_each_option_of_convert_is_declared_in_one_record() -> None:
     assert [*inspect.signature(reshard.convert).parameters] == ["src", "dst", *declared]
 
 
-def test_a_size_has_a_unit_and_numbers_have_commas() -> None:
-    arguments = Arguments("convert")
-    asked = arguments.options(Sized, {"memory": "2GiB", "stages": [3, 4], "marks": ("a.",)})
-    assert asked == {"memory": 2 << 30, "stages": (3, 4), "marks": ("a.",)}
-    with pytest.raises(ReshardError):
-        Arguments("convert").options(Sized, {"memory": "much", "stages": "34", "marks": "a."})
-    with pytest.raises(ReshardError, match="wrong value for stages"):
-        Arguments("convert").options(Sized, {"stages": None})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sized:
     memory: Annotated[int | str, About("Limit.", "SIZE", unit="bytes")] = "1GiB"
     stages: Annotated[tuple[int, ...], About("Layers.", "N,N,…")] = ()
     marks: Annotated[tuple[str, ...], About("Marks.", "MARK")] = ()
+    data: Annotated[str | Sequence[str] | None, About("Files.", "FILE")] = None
+
+
+@with_options(Sized)
+def sized(*, options: Sized) -> Sized:
+    """Show what it is given."""
+    return options
+
+
+def test_a_size_has_a_unit_and_several_values_are_a_list() -> None:
+    asked = sized(memory="2GiB", stages=[3, 4], marks=("a.",), data="x")
+    assert asked == Sized(memory=2 << 30, stages=(3, 4), marks=("a.",), data=("x",))
+    with pytest.raises(ReshardError) as error:
+        sized(memory="much", stages="34", marks="a.", data=3)
+    assert [each.code for each in error.value.problems] == ["size-malformed", *["argument-wrong"] * 3]
+    with pytest.raises(ReshardError, match="wrong value for stages"):
+        sized(stages=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,23 +221,22 @@ def test_a_record_replaces_the_help_of_what_it_inherits() -> None:
 
 def test_the_first_options_of_a_function_may_need_no_names() -> None:
     @with_options(Renamed, positional=2)
-    def call(path: str, **options: object) -> object:
+    def call(path: str, options: Renamed) -> object:
         """Do it.
 
-        Returns
-        -------
-        object
+        {options}
         """
         return path, options
 
-    assert call("a", False, stall=3) == call("a", check=False, stall=3) == ("a", {"check": False, "stall": 3})
+    asked = Renamed(check=False, stall=3)
+    assert call("a", False, stall=3) == call("a", check=False, stall=3) == ("a", asked)
     kinds = [each.kind.name for each in inspect.signature(call).parameters.values()]
     assert kinds[:4] == ["POSITIONAL_OR_KEYWORD"] * 3 + ["KEYWORD_ONLY"]
     with pytest.raises(TypeError, match="too many positional arguments"):
         call("a", True, True, 3)
     with pytest.raises(TypeError, match="multiple values for argument 'check'"):
         call("a", True, check=True)
-    assert "Merge both PATHs, unless `check` fails." in (inspect.getdoc(call) or "")
+    assert "Merge both PATHs, unless --check fails." in (inspect.getdoc(call) or "")
 
 
 @pytest.mark.parametrize(("name", "headings"), [("average", 4), ("verify", 1)])

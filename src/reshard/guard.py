@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from reshard.base.options import takes
+from reshard.base.arguments import takes
+from reshard.base.exceptions_to_problems import for_users
+from reshard.base.values import several, text
 from reshard.runs.guard.in_script import check, explained
 from reshard.runs.guard.options import GuardOptions
 from reshard.runs.guard.watch.stack_signal import announce
@@ -26,14 +28,18 @@ if TYPE_CHECKING:
 __all__ = ["callback", "check", "explained", "run"]
 
 
-@takes(GuardOptions)
-def run(words: Sequence[str], **options: Any) -> EndReport:
+@for_users()
+@takes(GuardOptions, {"words": several(text("torchrun"))}, "guard.run")
+def run(words: Sequence[str], options: GuardOptions) -> EndReport:
     """Run a training command under guard, as `reshard guard -- COMMAND` does, with the output of the command.
+
+    Options are described as in `reshard guard --help`: --on-stall is `on_stall`.
 
     Parameters
     ----------
     words : sequence of str
         The command, for example ["torchrun", "train.py"].
+    {options}
 
     Returns
     -------
@@ -45,9 +51,9 @@ def run(words: Sequence[str], **options: Any) -> EndReport:
     ReshardError
         With every problem that the checks before the start found. Nothing was started.
     """
-    from reshard.runs.guard.guarded_run import run_guarded  # not needed by a script that only checks
+    from reshard.runs.guard.guarded_run import guarded  # not needed by a script that only checks
 
-    return run_guarded(words, options)
+    return guarded(words, options)
 
 
 def callback(nan_steps: int = GuardOptions.nan_steps) -> Any:

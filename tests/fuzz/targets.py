@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import reshard
-from reshard.base.argument_checks import parse_size
 from reshard.base.errors import ReshardError
 from reshard.base.plain_json import json_of
 from reshard.base.plain_yaml import yaml_of
+from reshard.base.values import parse_size
 from reshard.containers.torchfiles.pickles import loads
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.formats.gguf.sentencepiece import pieces

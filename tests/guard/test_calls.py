@@ -93,7 +93,7 @@ def test_a_command_that_changes_its_folder_is_started_where_it_was_typed(
 
 WRONG = {
     "program-not-found": ("", "torchrn --nproc-per-node 2 train.py", "did you mean torchrun?"),
-    "value-invalid": ("--stall 0", "python train.py", "0 is less than 1s"),
+    "value-invalid": ("--stall 0", "python train.py", "a duration of at least 1s"),
     "output-below-a-file": ("--output a-file", "python train.py", "--output a-file"),
     "meeting-place-wrong": ("--meet node0:port", "python train.py", "node0:port"),
     "final-in-use": (

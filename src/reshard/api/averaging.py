@@ -6,18 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
-from reshard.api.conversion import convert, converts
-from reshard.base.argument_checks import Arguments, StrPath
+from reshard.api.conversion import converted, converts
 from reshard.base.errors import ReshardError
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.options import About
+from reshard.base.values import PATH, StrPath, several
 from reshard.commands.conversion import Conversion
 from reshard.commands.names import NAMES
-from reshard.commands.options import RunOptions
+from reshard.commands.options import ConvertOptions, RunOptions
 from reshard.formats.options import AverageOf, Output, Reading
 from reshard.stores import source_path
 
@@ -35,6 +35,7 @@ class Weighting:
         About(
             "Weight of each checkpoint, divided by the sum of all. [default: all equal]",
             "W,W,…",
+            least=-math.inf,
             expected="a number for each checkpoint, such as 3,1",
         ),
     ] = None
@@ -58,12 +59,13 @@ class AverageOptions(RunOptions, Reading, Output, Weighting):
 
 
 @for_users()
-@converts(AverageOptions)
-def average(src: Sequence[StrPath], dst: StrPath, **given: Any) -> Conversion:
+@converts(AverageOptions, {**NAMES, "src": several(PATH, or_one=True)})
+def average(src: Sequence[StrPath], dst: StrPath, options: AverageOptions) -> Conversion:
     """Average the weights of several checkpoints of one model into `dst`, in any format and parallel layout.
 
     The checkpoints may have different formats and layouts. Each weight of the output is the sum of theirs, added in
     float32 in the order of `src`, and rounded once to its dtype. Config and tokenizer are those of the last checkpoint.
+    Options are described as in `reshard average --help`: --dry-run is `dry_run`.
 
     Parameters
     ----------
@@ -71,6 +73,7 @@ def average(src: Sequence[StrPath], dst: StrPath, **given: Any) -> Conversion:
         Two or more checkpoints: folders, files, URLs, or ``Org/Model`` on the Hub.
     dst : str or path-like
         Output, as for `convert`.
+    {options}
 
     Returns
     -------
@@ -88,32 +91,27 @@ def average(src: Sequence[StrPath], dst: StrPath, **given: Any) -> Conversion:
     >>> result.plan.facts["source"]["variant"]
     'average of 2 checkpoints'
     """
-    arguments = Arguments("average", NAMES)
-    paths: list[Any] = [*src] if isinstance(src, (list, tuple)) else [src]
-    for path in paths:
-        arguments.path("src", path)
-    arguments.options(AverageOptions, given)
-    if len(paths) < 2:
+    if len(src) < 2:
         raise ReshardError(
             "average-of-one",
             "an average needs two or more checkpoints",
-            found=f"1 checkpoint, {paths[0]}; the output is {dst}",
+            found=f"1 checkpoint, {src[0]}; the output is {dst}",
             remedy="name all checkpoints, and then the output: reshard average A B OUT",
         )
-    weights = given.pop("weights", None)
-    shares = _shares([1.0] * len(paths) if weights is None else [*weights], len(paths))
-    return convert(AverageOf(tuple(map(source_path, paths)), shares), dst, **given)
+    shares = _shares(options.weights or [1.0] * len(src), len(src))
+    average = AverageOf(tuple(map(source_path, src)), shares)
+    shared = {name: value for name, value in vars(options).items() if name != "weights"}
+    return converted(src[-1], dst, ConvertOptions(**shared, average=average))
 
 
-def _shares(weights: Sequence[Any], count: int) -> tuple[float, ...]:
+def _shares(weights: Sequence[float], count: int) -> tuple[float, ...]:
     """The weights, divided by their sum unless that is 1. Raises ReshardError if they are not `count` numbers."""
-    numbers = [float(each) for each in weights if isinstance(each, (int, float)) and math.isfinite(each)]
-    _, exponent = math.frexp(max(map(abs, numbers), default=0.0))
-    scaled = [math.ldexp(each, -exponent) for each in numbers]  # exact, and their sum does not overflow
+    _, exponent = math.frexp(max(map(abs, weights), default=0.0))
+    scaled = [math.ldexp(each, -exponent) for each in weights]  # exact, and their sum does not overflow
     total = math.fsum(scaled)
     shares = [each / total for each in scaled] if total > 0 else []
     too_large = any(abs(each) > MAX_FLOAT32 for each in shares)
-    if len(numbers) != len(weights) or len(weights) != count or not shares or too_large:
+    if len(weights) != count or not shares or too_large:
         raise ReshardError(
             "average-weights-wrong",
             "these weights cannot be used",
@@ -124,5 +122,5 @@ def _shares(weights: Sequence[Any], count: int) -> tuple[float, ...]:
             remedy="pass one weight for each checkpoint, in their order, for example --weights "
             + ",".join(["1"] * count),
         )
-    is_divided = all(map(partial(math.isclose, rel_tol=NEAR), numbers, shares))
-    return tuple(numbers if is_divided else shares)
+    is_divided = all(map(partial(math.isclose, rel_tol=NEAR), weights, shares))
+    return tuple(map(float, weights if is_divided else shares))

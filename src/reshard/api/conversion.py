@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ParamSpec, Protocol, TypeVar
 
-from reshard.base.argument_checks import Arguments, StrPath
+from reshard.base.arguments import with_options
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.notebook_progress import NotebookBar
-from reshard.base.options import part_of, with_options
+from reshard.base.options import part_of
+from reshard.base.values import Kind, StrPath
 from reshard.commands import conversion
 from reshard.commands.conversion import Conversion
 from reshard.commands.names import NAMES
 from reshard.commands.options import ConvertOptions, RunOptions
-from reshard.formats.options import AverageOf, ConversionOptions
+from reshard.formats.options import ConversionOptions
 from reshard.stores import source_path, typed_path
 
 A_contra = TypeVar("A_contra", contravariant=True)
+Options = TypeVar("Options")
 P = ParamSpec("P")
 
 
@@ -27,26 +30,28 @@ class Converting(Protocol[A_contra, P]):
 
 
 def converts(
-    record: Callable[P, object],
-) -> Callable[[Callable[Concatenate[A_contra, ...], Conversion]], Converting[A_contra, P]]:
+    record: Callable[P, Options], kinds: Mapping[str, Kind]
+) -> Callable[[Callable[[A_contra, StrPath, Options], Conversion]], Converting[A_contra, P]]:
     """`with_options` of a record, for a function of `src` and `dst`."""
-    return with_options(record)
+    return with_options(record, kinds)
 
 
 @for_users()
-@converts(ConvertOptions)
-def convert(src: StrPath | AverageOf, dst: StrPath, **given: Any) -> Conversion:
+@converts(ConvertOptions, NAMES)
+def convert(src: StrPath, dst: StrPath, options: ConvertOptions) -> Conversion:
     """Convert the checkpoint at `src` to `dst`, to any format and parallel layout.
 
     Sources are only read. `dst` appears when it is complete; until then it stays as it was. If a run is interrupted,
-    the same call continues it.
+    the same call continues it. Options are described as in `reshard convert --help`: --dry-run is `dry_run`, SRC and
+    DST are `src` and `dst`.
 
     Parameters
     ----------
     src : str or path-like
-        Checkpoint to read: a folder, a file, a URL, or ``Org/Model`` on the Hub. (`average` passes several.)
+        Checkpoint to read: a folder, a file, a URL, or ``Org/Model`` on the Hub.
     dst : str or path-like
         Output: a folder, or the URL of an object store, for example ``s3://bucket/model``.
+    {options}
 
     Returns
     -------
@@ -64,22 +69,23 @@ def convert(src: StrPath | AverageOf, dst: StrPath, **given: Any) -> Conversion:
     >>> result.plan.target, result.report.nonfinite
     ('megatron', [])
     """
-    arguments = Arguments("convert", NAMES)
-    source, average = (src.paths[-1], src) if isinstance(src, AverageOf) else (src, None)
-    arguments.path("src", source)
-    arguments.path("dst", dst)
-    asked = ConvertOptions(**arguments.options(ConvertOptions, _with_bar(given)), average=average)
-    return conversion.convert(
-        source_path(source), typed_path(dst), part_of(ConversionOptions, asked), part_of(RunOptions, asked)
-    )
+    return converted(src, dst, options)
 
 
-def _with_bar(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments in which the progress bar of a notebook takes the place of callbacks that are not there."""
+def converted(src: StrPath, dst: StrPath, options: ConvertOptions) -> Conversion:
+    """The conversion of a checkpoint. In a notebook, it draws a progress bar in place of callbacks that are not set."""
     bar = NotebookBar()
     drawn: dict[str, Any] = {
-        "on_plan": lambda plan: None if given.get("dry_run") else bar.begin(plan.nbytes),
+        "on_plan": lambda plan: None if options.dry_run else bar.begin(plan.nbytes),
         "on_bytes": bar.advance,
         "on_resume": lambda note, nbytes: bar.begin_at(nbytes),
     }
-    return given | {name: draw for name, draw in drawn.items() if given.get(name) is None}
+    unset = {
+        name: draw for name, draw in drawn.items() if getattr(options, name) is getattr(RunOptions, name)
+    }
+    return conversion.convert(
+        source_path(src),
+        typed_path(dst),
+        part_of(ConversionOptions, options),
+        replace(part_of(RunOptions, options), **unset),
+    )

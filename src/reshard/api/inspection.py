@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.shared_options import OnStepOption, PageOption, StepOption, takes_step
+from reshard.base.values import StrPath
 from reshard.commands.inspection import Inspection, inspect_checkpoint
 from reshard.pages import inspection_page
 from reshard.pages.page_files import check_page, write_page
@@ -25,13 +25,16 @@ class InspectOptions(OnStepOption, PageOption, StepOption):
 
 @for_users()
 @takes_step(InspectOptions)
-def inspect(path: StrPath, **given: Any) -> Inspection:
+def inspect(path: StrPath, options: InspectOptions) -> Inspection:
     """Show what a checkpoint is, whether it is complete, and what to type next.
+
+    Options are described as in `reshard inspect --help`.
 
     Parameters
     ----------
     path : str or path-like
         Folder, file, URL (``s3://``, ``hf://``, ``https://`` …) or ``Org/Model`` on the Hub.
+    {options}
 
     Returns
     -------
@@ -49,12 +52,9 @@ def inspect(path: StrPath, **given: Any) -> Inspection:
     >>> found.family, found.whole
     ('qwen3', True)
     """
-    arguments = Arguments("inspect")
-    arguments.path("path", path)
-    asked = InspectOptions(**arguments.options(InspectOptions, given))
-    if asked.page is not None:
-        check_page(asked.page, "--html")
-    found = inspect_checkpoint(source_path(path), asked.iteration, asked.on_step)
-    if asked.page is not None:
-        write_page(asked.page, inspection_page(found), "--html")
+    if options.page is not None:
+        check_page(options.page, "--html")
+    found = inspect_checkpoint(source_path(path), options.iteration, options.on_step)
+    if options.page is not None:
+        write_page(options.page, inspection_page(found), "--html")
     return found

@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from reshard.api.weights import opened
-from reshard.base.argument_checks import Arguments, StrPath
+from reshard.base.arguments import Arguments
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.shared_options import MemoryOption
+from reshard.base.values import SWITCH, StrPath, choice, count, dictionary, several, size, text
 from reshard.commands.lazy import Array, Index, LazyTensor, as_numpy, as_torch
 from reshard.commands.streaming import ORDERS, ReadOptions, Selection, streamed
 from reshard.commands.weights import Weights
@@ -80,14 +81,15 @@ def stream(
     torch.Size([64]) torch.bfloat16
     """
     given = Arguments("stream")
-    given.choice("order", order, ORDERS)
-    given.choice("framework", framework, FRAMEWORKS)
-    allowed = given.size("--memory", memory)
-    given.counted("workers", workers)
+    given.check("order", order, choice(ORDERS))
+    given.check("framework", framework, choice(FRAMEWORKS))
+    allowed = given.check("memory", memory, size("--memory"))
+    given.check_optional("workers", workers, count())
+    given.check_optional("verify", verify, SWITCH)
     if names is not None:
         names = names if isinstance(names, str) else list(names)  # once: it may be an iterator
-        given.several("names", names)
-    given.mapping("boxes", boxes, '{"lm_head.weight": slice(0, 8)}')
+        given.check("names", names, several(text("lm_head.weight")))
+    given.check_optional("boxes", boxes, dictionary('{"lm_head.weight": slice(0, 8)}'))
     given.settle()
     if names is not None and boxes is not None and (others := boxes.keys() - set(names)):
         given.wrong("boxes", sorted(others), "names that are in `names`, too")
@@ -95,8 +97,6 @@ def stream(
         isinstance(experts, range) and experts.step == 1 and 0 <= experts.start < experts.stop
     ):
         given.wrong("experts", experts, "a range of numbers in order, for example range(0, 8)")
-    if verify is not None:
-        given.switches(verify=verify)
     weights = opened(given, path, opening)
     selection = Selection(names, boxes, experts)
     selection.of(weights)  # raises for unknown names before anything is read

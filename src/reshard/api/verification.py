@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Protocol, overload
 
-from reshard.base.argument_checks import Arguments, OnBytes, StrPath
+from reshard.base.arguments import with_options
 from reshard.base.errors import ReshardError
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.notebook_progress import NotebookBar
-from reshard.base.options import About, with_options
+from reshard.base.options import About
 from reshard.base.shared_options import MemoryOption, OnStepOption, PageOption
+from reshard.base.values import OnBytes, StrPath
 from reshard.commands.coverage import Proof, prove_output
 from reshard.commands.verification import Comparison, compare_weights, need_of, open_sides
 from reshard.formats.options import BaseOption
@@ -113,7 +114,7 @@ def _takes(
 
 @for_users()
 @_takes(CheckOptions, CompareOptions, VerifyOptions)
-def verify(a: StrPath, b: StrPath | None = None, **given: Any) -> Comparison | Integrity | Proof:
+def verify(a: StrPath, b: StrPath | None = None, *, options: VerifyOptions) -> Comparison | Integrity | Proof:
     """Compare the weights of two checkpoints bit for bit, in any format and layout.
 
     Without `b`, check all files of `a`, an output of `convert`, against the digests recorded in its `reshard.json`.
@@ -121,10 +122,13 @@ def verify(a: StrPath, b: StrPath | None = None, **given: Any) -> Comparison | I
     With `proof`, count elements instead of comparing values: the plan by which `convert` made `b` from `a` is rebuilt,
     and must use every element of `a` once or drop it by a named rule, and write every element of `b` once.
 
+    Options are described as in `reshard verify --help`: --proof is `proof`, A and B are `a` and `b`.
+
     Parameters
     ----------
     a, b : str or path-like
         Folders, files, URLs, or ``Org/Model`` on the Hub.
+    {options}
 
     Returns
     -------
@@ -145,37 +149,32 @@ def verify(a: StrPath, b: StrPath | None = None, **given: Any) -> Comparison | I
     ...     print(row.tensor, row.kind)
     model.layers.1.mlp.up_proj.weight values
     """
-    arguments = Arguments("verify")
-    arguments.path("a", a)
-    if b is not None:
-        arguments.path("b", b)
-    asked = VerifyOptions(**arguments.options(VerifyOptions, given))
-    asked.check(b)
+    options.check(b)
     bar = NotebookBar()
-    shown = {"on_total": asked.on_total or bar.begin, "on_bytes": asked.on_bytes or bar.advance}
+    shown = {"on_total": options.on_total or bar.begin, "on_bytes": options.on_bytes or bar.advance}
     if b is None:
-        threads = shared(None, MemoryMeter(asked.limit).left(MemoryNeed())).threads
+        threads = shared(None, MemoryMeter(options.limit).left(MemoryNeed())).threads
         return check_record(source_path(a), threads, **shown)
-    if asked.proof:
-        return prove_output(source_path(a), source_path(b), asked.base_path, asked.on_step)
-    return _compared(a, b, asked, shown)
+    if options.proof:
+        return prove_output(source_path(a), source_path(b), options.base_path, options.on_step)
+    return _compared(a, b, options, shown)
 
 
 def _compared(
-    a: StrPath, b: StrPath, asked: CompareOptions, shown: Mapping[str, Callable[[int], None]]
+    a: StrPath, b: StrPath, options: CompareOptions, shown: Mapping[str, Callable[[int], None]]
 ) -> Comparison:
     """The comparison of two checkpoints, with the logits and the page that are asked for."""
-    if asked.page is not None:
-        check_page(asked.page, "--html")
-    meter = MemoryMeter(asked.limit)
-    first, second = open_sides(source_path(a), source_path(b), asked.base_path, asked.on_step, meter)
+    if options.page is not None:
+        check_page(options.page, "--html")
+    meter = MemoryMeter(options.limit)
+    first, second = open_sides(source_path(a), source_path(b), options.base_path, options.on_step, meter)
     need = need_of(first, second)
     share = shared(None, meter.left(need), need, first.checkpoint.sources.paths)
-    result = compare_weights(first, second, share, measured=asked.page is not None, **shown)
-    if asked.logits:
+    result = compare_weights(first, second, share, measured=options.page is not None, **shown)
+    if options.logits:
         from reshard.oracle.agreement import compare_logits
 
         result.logits = compare_logits(first, second)
-    if asked.page is not None:
-        write_page(asked.page, comparison_page(result, str(a), str(b)), "--html")
+    if options.page is not None:
+        write_page(options.page, comparison_page(result, str(a), str(b)), "--html")
     return result

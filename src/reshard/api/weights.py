@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from reshard.base.argument_checks import Arguments, StrPath
+from reshard.base.arguments import Arguments
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.shared_options import StepOption, takes_step
+from reshard.base.values import StrPath
 from reshard.commands.names import NAMES
 from reshard.commands.weights import Weights
 from reshard.formats.options import ConversionOptions, Opening
@@ -26,8 +27,8 @@ class OpenOptions(Opening, StepOption):
 
 
 @for_users()
-@takes_step(OpenOptions)
-def open(path: StrPath, **given: Any) -> Weights:
+@takes_step(OpenOptions, NAMES)
+def open(path: StrPath, options: OpenOptions) -> Weights:
     """Open a checkpoint of any format and layout as a mapping of tensors with their Hugging Face names.
 
     Opening reads only headers and metadata. A tensor is read when you call its `numpy`, `raw` or `torch`; a slice
@@ -38,10 +39,13 @@ def open(path: StrPath, **given: Any) -> Weights:
     them. An adapter appears under PEFT's names; with `merge`, you get the merged model instead. CRC32s recorded in the
     files are not checked here; `verify` checks them.
 
+    Options are described as in `reshard convert --help`: --lora-alpha is `lora_alpha`, SRC is `path`.
+
     Parameters
     ----------
     path : str or path-like
         Folder, file, URL (``s3://``, ``hf://``, ``https://`` …) or ``Org/Model`` on the Hub.
+    {options}
 
     Returns
     -------
@@ -64,10 +68,7 @@ def open(path: StrPath, **given: Any) -> Weights:
     >>> weight.shape, weight.dtype, weight[0:2].numpy().shape
     ((96, 64), 'float32', (2, 64))
     """
-    arguments = Arguments("open", NAMES)
-    arguments.path("path", path)
-    asked = ConversionOptions(**arguments.options(OpenOptions, given))
-    return Weights.opened(source_path(path), asked)
+    return Weights.opened(source_path(path), ConversionOptions(**vars(options)))
 
 
 def opened(given: Arguments, path: StrPath | Weights, opening: Mapping[str, Any]) -> Weights:

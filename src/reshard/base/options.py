@@ -4,60 +4,35 @@
     class Options:
         stall: Annotated[float, About("Longest time without progress.", "DURATION", unit=SECONDS)] = 600.0
 
-The command line (`cli/record.py`), the signature and documentation of a Python function (`with_options`), the checks of
-its arguments (`base/argument_checks.py`) and tables of the docs come from it. Fields that are not annotated are no
-options. Records inherit options from each other: several commands share those in `base/shared_options.py`. In a record,
-`HELP` replaces the help of inherited options.
+The command line (`cli/record.py`), the signature, documentation and checks of a Python function (`base/arguments.py`)
+and tables of the docs come from it. Fields that are not annotated are no options. Records inherit options from each
+other: several commands share those in `base/shared_options.py`. In a record, `HELP` replaces the help of inherited
+options.
 
-A Path is on this machine; what is a str or PathLike may also be the name of something elsewhere. A Sequence or a tuple
-of texts is an option that may be repeated, a tuple of numbers one with commas. A function is an argument of the Python
-function only.
+The type of a field chooses the kind of its values (`KINDS`). A Path is on this machine; what is a str or PathLike may
+also be the name of something elsewhere. A Sequence or a tuple of texts is an option that may be repeated, a tuple of
+numbers one with commas. A function is an argument of the Python function only.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
-import re
 import textwrap
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import cache, wraps
+from functools import cache, cached_property
 from pathlib import Path
-from types import UnionType
-from typing import (
-    Annotated,
-    Any,
-    Concatenate,
-    ParamSpec,
-    TypeVar,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from reshard.base.errors import ArgumentsError, Problem
-from reshard.base.suggest import did_you_mean
+from reshard.base import values
+from reshard.base.values import Kind
 
-A = TypeVar("A")
-F = TypeVar("F", bound=Callable[..., Any])
-P = ParamSpec("P")
-R = TypeVar("R")
 T = TypeVar("T")
-
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_KINDS = (bool, float, tuple, int, Sequence, Path, os.PathLike, Mapping, Callable, str)
-"""Types of options. The first of these that a type contains decides how a value is read."""
-
 
 SECONDS, AGE, BYTES = "seconds", "seconds ago", "bytes"
 """Units of numbers, which are typed with others: 90s, 15m, 2h; the same, but never without; and 5GB, 512MiB."""
-
-LocalPath = str | Path | os.PathLike[str]
-"""A path on this machine."""
 
 COMMON, DATA, LAYOUT, PARALLEL, ADAPTERS, MACHINES, ADVANCED = GROUPS = (
     "Options",
@@ -83,8 +58,6 @@ class About:
     """`SECONDS`, `AGE`, `BYTES`, or none."""
     choices: tuple[str, ...] = ()
     """The words that it takes; of a number, those that it takes as well."""
-    names: str | None = None
-    """Of what it takes the name: a key of the `Names` that the command knows."""
     group: str = COMMON
     """The heading under which the help of a command shows it."""
     flag: str | None = None
@@ -99,6 +72,47 @@ class About:
     """Another flag."""
     off: str | None = None
     """The flag that switches it off; by default --no-NAME if it is on."""
+
+
+KINDS: Mapping[Any, Callable[[About], Kind]] = {
+    bool: lambda about: values.SWITCH,
+    int: lambda about: values.count(int(about.least), about.choices, about.expected),
+    float: lambda about: values.number(about.least),
+    Path: lambda about: values.LOCAL_PATH,
+    os.PathLike: lambda about: values.PATH,
+    Mapping: lambda about: values.dictionary(about.metavar or "{}"),
+    Callable: lambda about: values.FUNCTION,
+    str: lambda about: values.choice(about.choices) if about.choices else values.text(about.metavar or ""),
+}
+"""The kind of the values of a type, or of a union of types, of which the first one here decides."""
+
+
+def kind_of_values(hint: Any, about: About, flag: str) -> Kind:
+    """The kind of the values of an option."""
+    if about.unit:
+        units = {
+            SECONDS: values.duration(about.least),
+            AGE: values.age(),
+            BYTES: values.size(flag),
+        }
+        return units[about.unit]
+    types = _members(hint)
+    lists = [each for origin, each in types.items() if origin in (tuple, Sequence)]
+    if lists:
+        member, *_ = get_args(lists[0])
+        return values.several(
+            kind_of_values(member, replace(about, expected=""), flag),
+            about.expected,
+            commas=member in (int, float),
+            or_one=len(types.keys() - {NoneType}) > 1,
+        )
+    return next(kind(about) for each, kind in KINDS.items() if each in types)
+
+
+def _members(hint: Any) -> dict[Any, Any]:
+    """The types of which a type is the union, by their classes."""
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return {get_origin(each) or each: each for each in members}
 
 
 @dataclass(frozen=True)
@@ -120,62 +134,27 @@ class Option:
         """The flag that switches it off."""
         return self.about.off or (f"--no-{self.flag[2:]}" if self.default is True else None)
 
-    @property
-    def kind(self) -> Any:
-        """The one of `_KINDS` that decides how its value is read."""
-        return next(each for each in _KINDS if each in self._types)
-
-    @property
-    def _types(self) -> list[Any]:
-        """Its type, or those of which it is a union."""
-        types = get_args(self.type) if get_origin(self.type) in (Union, UnionType) else [self.type]
-        return [get_origin(each) or each for each in types]
+    @cached_property
+    def kind(self) -> Kind:
+        """The kind of its values."""
+        return kind_of_values(self.type, self.about, self.flag)
 
     @property
     def is_optional(self) -> bool:
         """Whether None is a value: that nothing is given."""
-        return self.kind is Callable or type(None) in self._types
-
-    @property
-    def element(self) -> Any:
-        """The type of each of several values."""
-        lists = [each for each in (self.type, *get_args(self.type)) if get_origin(each) in (tuple, Sequence)]
-        return next((each for each in get_args((lists or [self.type])[0]) if isinstance(each, type)), str)
-
-    @property
-    def has_commas(self) -> bool:
-        """Whether several values are one text with commas on the command line: numbers."""
-        return self.kind in (tuple, Sequence) and self.element is not str
-
-    @property
-    def is_repeated(self) -> bool:
-        """Whether each of several values has a flag of its own there: texts."""
-        return self.kind in (tuple, Sequence) and self.element is str
+        return self.kind is values.FUNCTION or NoneType in _members(self.type)
 
     @property
     def is_typed(self) -> bool:
         """Whether it is on the command line; functions are not."""
-        return self.about.typed and self.kind is not Callable
-
-    def documented(self, words: Mapping[str, str]) -> str:
-        """Its entry in the documentation of a function; `words` are words of its help, and arguments instead."""
-        sizes = ["int", "str"] if self.about.unit == BYTES else ["int"] * (self.kind is int)
-        kind = " or ".join([*map(repr, self.about.choices), *sizes])
-        default = "optional" if self.default is None else f"default {self.default!r}"
-        text = re.sub(r"--([a-z-]+)", lambda flag: f"`{flag[1].replace('-', '_')}`", self.about.help)
-        text = re.sub(r"\b[A-Z]+\b", lambda word: words.get(word[0], word[0]), text)
-        text = re.sub(r" \[default: (.*)\]", r" By default \1.", text)
-        indented = textwrap.fill(text, 116, initial_indent="    ", subsequent_indent="    ")
-        return f"{self.name} : {kind or self._named}, {default}\n{indented}"
+        return self.about.typed and self.kind is not values.FUNCTION
 
     @property
-    def _named(self) -> str:
-        """The name of its type in documentation."""
-        plain = {Callable: "callable", Mapping: "dict", Path: "path-like", os.PathLike: "path-like"}
-        several = f"{self.kind.__name__.lower()} of {self.element.__name__}"
-        named = several if self.kind in (tuple, Sequence) else plain.get(self.kind, self.kind.__name__)
-        other = "str or " if self.kind is Path or (self.kind is not str and str in self._types) else ""
-        return f"{other}{named}"
+    def entry(self) -> str:
+        """Its entry in the documentation of a function."""
+        default = "optional" if self.default is None else f"default {self.default!r}"
+        text = textwrap.fill(self.about.help, 116, initial_indent="    ", subsequent_indent="    ")
+        return f"{self.name} : {self.kind.title}, {default}\n{text}"
 
 
 @cache
@@ -186,113 +165,16 @@ def options_of(record: type) -> tuple[Option, ...]:
 
 def _declared(record: type) -> Iterator[Option]:
     hints = get_type_hints(record, include_extras=True)
-    told = ChainMap(*(vars(each).get("HELP", {}) for each in record.__mro__))
+    help_texts = ChainMap(*(vars(each).get("HELP", {}) for each in record.__mro__))
     for each in fields(record):
         if get_origin(hints[each.name]) is Annotated:
-            kind, about = get_args(hints[each.name])
+            hint, about = get_args(hints[each.name])
             is_plain = each.default is not MISSING and not callable(each.default)
             default = each.default if is_plain else None
-            yield Option(each.name, kind, default, replace(about, help=told.get(each.name, about.help)))
+            about = replace(about, help=help_texts.get(each.name, about.help))
+            yield Option(each.name, hint, default, about)
 
 
 def part_of(record: type[T], options: object) -> T:
     """The fields of one record that a larger one has as well."""
     return record(**{each.name: getattr(options, each.name) for each in fields(cast(Any, record))})
-
-
-@dataclass(frozen=True)
-class Names:
-    """Names that an option takes: some of them, and the function that knows one. It raises ReshardError for others."""
-
-    some: Callable[[], Iterable[str]] = tuple
-    known: Callable[[str], object] | None = None
-
-
-def takes(
-    record: Callable[P, object],
-) -> Callable[[Callable[Concatenate[A, ...], R]], Callable[Concatenate[A, P], R]]:
-    """`with_options` of one record, for a function of one argument: what type checkers know of it."""
-    return with_options(cast(type, record))
-
-
-def takes_also(record: type) -> Callable[[F], F]:
-    """`with_options` of a record, for any function. Type checkers know its own arguments and no others."""
-    return with_options(record)
-
-
-def with_options(record: Any, positional: int = 0) -> Callable[[Callable[..., Any]], Any]:
-    """Give a function of any keywords the signature and documentation of a record's fields.
-
-    The first `positional` fields are arguments that need no names, after those that the function has itself. The help
-    of options calls these by their names in capitals, and PATH or else the first one also SRC.
-    """
-    options, kinds = options_of(record), inspect.Parameter
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        own = list(inspect.signature(function).parameters.values())[:-1]
-        more = [
-            inspect.Parameter(
-                each.name,
-                kinds.POSITIONAL_OR_KEYWORD if number < positional else kinds.KEYWORD_ONLY,
-                default=each.default,
-                annotation=each.type,
-            )
-            for number, each in enumerate(options)
-        ]
-        signature = inspect.signature(function).replace(parameters=[*own, *more])
-        words = {each.name.upper(): f"`{each.name}`" for each in own}
-        words = {"SRC": words.get("PATH", f"`{own[0].name}`"), **words}
-
-        @wraps(function)
-        def wrapper(*given: Any, **named: Any) -> Any:
-            _check_call(function.__name__, signature, given, named)
-            unnamed = zip((each.name for each in options[:positional]), given[len(own) :], strict=False)
-            return function(*(given[: len(own)] if positional else given), **named, **dict(unnamed))
-
-        text, returns, rest = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns\n")
-        wrapper.__doc__ = "\n".join([text, *(each.documented(words) for each in options)]) + returns + rest
-        wrapper.__signature__ = signature  # type: ignore[attr-defined]
-        return wrapper
-
-    return decorate
-
-
-_ALL_ARGUMENTS = "see help() of this function for all its arguments"
-
-
-def _check_call(
-    name: str, signature: inspect.Signature, given: Sequence[Any], named: Mapping[str, Any]
-) -> None:
-    """Raise ArgumentsError unless a function with this signature can be called so."""
-    known = list(signature.parameters)
-    problems = [
-        Problem(
-            "argument-unknown",
-            f"{name}() got an unexpected keyword argument {each!r}",
-            remedy=did_you_mean(each, known, _ALL_ARGUMENTS),
-        )
-        for each in named
-        if each not in known
-    ]
-    if problems:
-        raise ArgumentsError(problems)
-    try:
-        signature.bind(*given, **named)
-    except TypeError as error:
-        raise ArgumentsError(
-            "arguments-do-not-fit", f"{name}() got wrong arguments: {error}", remedy=_ALL_ARGUMENTS
-        ) from None
-
-
-def seconds_of(text: str) -> float:
-    """A duration with a unit, as 90s, 15m or 1.5h; plain numbers are seconds. Raises ValueError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
-    if not match:
-        raise ValueError(f"{text!r} is not a duration, such as 90s, 15m or 2h")
-    return float(match[1]) * _UNITS[match[2] or "s"]
-
-
-def words_of_seconds(seconds: float) -> str:
-    """A duration with the largest unit of which it is a whole number: 90s, 15m, 2h."""
-    unit = next((each for each in ("d", "h", "m") if seconds and seconds % _UNITS[each] == 0), "s")
-    return f"{seconds / _UNITS[unit]:g}{unit}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, overload
 
-from reshard.base.argument_checks import StrPath, parse_size
-from reshard.base.options import ADAPTERS, BYTES, MACHINES, About, LocalPath, with_options
+from reshard.base.arguments import with_options
+from reshard.base.options import ADAPTERS, BYTES, MACHINES, About
+from reshard.base.values import Kind, LocalPath, StrPath, parse_size
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -34,9 +35,7 @@ class StepOption:
 class DtypeOption:
     """The dtype of the weights."""
 
-    dtype: Annotated[
-        str | None, About("Convert weights to float32, bfloat16 or float16.", "DTYPE", names="dtype")
-    ] = None
+    dtype: Annotated[str | None, About("Convert weights to float32, bfloat16 or float16.", "DTYPE")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +117,8 @@ class OfStep(Protocol[P, R_co]):
     def __call__(self, path: StrPath, iteration: int | str | None, /, **options: Any) -> R_co: ...
 
 
-def takes_step(record: Callable[P, object]) -> Callable[[Callable[..., R_co]], OfStep[P, R_co]]:
+def takes_step(
+    record: Callable[P, object], kinds: Mapping[str, Kind] | None = None
+) -> Callable[[Callable[..., R_co]], OfStep[P, R_co]]:
     """`with_options` of a record that begins with `StepOption`, for a function of one path."""
-    return with_options(record, positional=1)
+    return with_options(record, kinds, positional=1)

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import click
 from rich.cells import set_cell_size
 
-from reshard.base.argument_checks import StrPath
 from reshard.base.foreign_text import escape, escape_lines
 from reshard.base.languages import LANGUAGES, Text, locale_language
 from reshard.base.options import About
+from reshard.base.values import StrPath
 from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
 from reshard.cli.options import quiet_option
 from reshard.cli.record import record_options

@@ -14,6 +14,7 @@ from reshard.api import inspection
 from reshard.base.errors import ReshardError, size
 from reshard.base.foreign_text import escape
 from reshard.base.options import AGE, About
+from reshard.base.values import SECONDS_OF_UNITS
 from reshard.cli.console import (
     Watch,
     common_options,
@@ -29,8 +30,6 @@ from reshard.commands.inspection import Inspection
 from reshard.stores import StorePath
 from reshard.transfer.leftovers import SetAside, Unfinished, set_aside
 from reshard.transfer.uploading import remove_unfinished_at, unfinished_at
-
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +136,8 @@ def _print_set_aside(old: list[SetAside]) -> None:
 
 def _duration(seconds: float) -> str:
     """A duration as text, in the largest unit of which it has at least one."""
-    unit = next((unit for unit in reversed(UNITS) if seconds >= UNITS[unit]), "s")
-    return f"{max(seconds, 0) / UNITS[unit]:.0f} {unit}"
+    unit = next((unit for unit in "dhm" if seconds >= SECONDS_OF_UNITS[unit]), "s")
+    return f"{max(seconds, 0) / SECONDS_OF_UNITS[unit]:.0f} {unit}"
 
 
 def _print(found: Inspection) -> None:

@@ -12,7 +12,9 @@ from click.shell_completion import get_completion_class
 
 from reshard.base.errors import ReshardError
 from reshard.base.options import About
+from reshard.base.values import choice
 from reshard.cli.console import common_options, handles_errors, print_json
+from reshard.cli.options import ValueType
 from reshard.cli.record import record_options
 from reshard.cli.usage import Command
 
@@ -66,7 +68,7 @@ class Flags:
 
 
 @click.command("install-completion", cls=Command)
-@click.argument("shell", required=False, metavar="[SHELL]", type=click.Choice(SHELLS))
+@click.argument("shell", required=False, metavar="[SHELL]", type=ValueType(choice(SHELLS)))
 @record_options(Flags)
 @common_options
 @handles_errors

@@ -8,17 +8,20 @@ from typing import Any
 import click
 
 from reshard.base.foreign_text import escape
+from reshard.base.values import choice
 from reshard.cli.console import common_options, handles_errors, print_json, stdout
+from reshard.cli.options import ValueType
 from reshard.cli.record import record_options
 from reshard.cli.usage import Command
 from reshard.runs.train.methods import TRAINING_METHODS
 from reshard.runs.train.options import TrainOptions
 
+METHOD = ValueType(choice([*TRAINING_METHODS]))
 SETTINGS = {"ignore_unknown_options": True}
 
 
 @click.command("train", cls=Command, context_settings=SETTINGS)
-@click.argument("method", type=click.Choice(list(TRAINING_METHODS)))
+@click.argument("method", type=METHOD, metavar="{" + "|".join(TRAINING_METHODS) + "}")
 @record_options(TrainOptions)
 @click.argument("rest", nargs=-1, type=click.UNPROCESSED, metavar="[ENGINE OPTIONS]")
 @common_options

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
 
 import click
 
-from reshard.base.errors import Problem, ReshardError, given_twice
+from reshard.base.errors import Problem, ReshardError
 from reshard.base.foreign_text import shown
 from reshard.base.options import COMMON, GROUPS
 from reshard.base.suggest import did_you_mean, meant
 from reshard.cli.helptext import Context
+from reshard.cli.options import WrongValue
 
 OPTIONS = {
     "--tensor-parallel-size": "--tp",
@@ -84,10 +84,7 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            rest = super().parse_args(ctx, [*args])
-            if not ctx.resilient_parsing and (problems := [*_repeated(self, ctx, args)]):
-                raise ReshardError(problems)
-            return rest
+            return super().parse_args(ctx, [*args])
         except (click.UsageError, ReshardError) as error:
             if ctx.resilient_parsing or isinstance(error, click.exceptions.NoArgsIsHelpError):
                 raise
@@ -150,14 +147,20 @@ def problems_of_usage(error: click.ClickException | ReshardError) -> list[Proble
     if isinstance(error, click.MissingParameter):
         kind = "option" if isinstance(error.param, click.Option) else "argument"
         return [Problem("argument-missing", f"missing {kind}: {_hint(error)}")]
-    if isinstance(error, click.BadParameter):
+    if isinstance(error, WrongValue):
+        near = meant(error.text, error.kind.choices)
         return [
             Problem(
                 "value-invalid",
                 f"invalid value for {_hint(error)}",
-                found=error.message.rstrip("."),
-                remedy=_near_choice(error),
+                expected=error.kind.expected,
+                found=repr(error.text),
+                remedy=f"did you mean {near}?" if near else error.remedy,
             )
+        ]
+    if isinstance(error, click.BadParameter):
+        return [
+            Problem("value-invalid", f"invalid value for {_hint(error)}", found=error.message.rstrip("."))
         ]
     if isinstance(error, click.BadOptionUsage) and "requires an argument" in error.message:
         return [Problem("option-without-value", f"{shown(error.option_name)} needs a value")]
@@ -168,13 +171,6 @@ def _hint(error: click.BadParameter) -> str:
     """The option or argument that an error is about, as it is typed."""
     hint = error.param.get_error_hint(error.ctx) if error.param and error.ctx else error.param_hint or ""
     return (hint if isinstance(hint, str) else " / ".join(hint)).replace("'", "")
-
-
-def _near_choice(error: click.BadParameter) -> str | None:
-    kind = error.param.type if error.param else None
-    words = error.message.split("'")
-    near = meant(words[1], map(str, kind.choices)) if isinstance(kind, click.Choice) and words[1:] else None
-    return f"did you mean {near}?" if near else None
 
 
 def _all_wrong(command: click.Command, ctx: click.Context, args: list[str]) -> Iterator[Problem]:
@@ -194,7 +190,6 @@ def _all_wrong(command: click.Command, ctx: click.Context, args: list[str]) -> I
         except click.UsageError as error:
             yield from problems_of_usage(error)
             return
-    yield from _repeated(command, ctx, args)
     for param in command.get_params(ctx):
         if unknown and isinstance(param, click.Argument):
             continue  # it may be a value of the unknown option
@@ -204,49 +199,6 @@ def _all_wrong(command: click.Command, ctx: click.Context, args: list[str]) -> I
             yield from problems_of_usage(error)
     if rest and not unknown and not ctx.allow_extra_args:
         yield Problem("argument-unexpected", f"unexpected argument: {shown(' '.join(map(str, rest)))}")
-
-
-class _Appending:
-    """A parser that keeps each value of an option, where click keeps the last one."""
-
-    def __init__(self, parser: Any) -> None:
-        self._parser = parser
-
-    def add_option(
-        self,
-        obj: click.Option,
-        opts: list[str],
-        dest: str | None,
-        action: str | None = None,
-        nargs: int = 1,
-        const: Any = None,
-    ) -> None:
-        kept = {None: "append", "store": "append", "store_const": "append_const"}.get(action, action)
-        self._parser.add_option(obj, opts, dest, kept, nargs, const)
-
-
-def _repeated(command: click.Command, ctx: click.Context, args: list[str]) -> Iterator[Problem]:
-    """Options that are given several times with different values, though they take one; `args` can be parsed."""
-    parser = command.make_parser(ctx)
-    single = [
-        each
-        for each in command.get_params(ctx)
-        if isinstance(each, click.Option) and not each.multiple and not each.count
-    ]
-    for option in single:
-        option.add_to_parser(cast(Any, _Appending(parser)), ctx)
-    found, _, _ = parser.parse_args([*args])
-    for option in single:
-        typed = dict.fromkeys(_typed(option, value) for value in found.get(str(option.name)) or ())
-        if len(typed) > 1:
-            yield given_twice(option.opts[-1], typed)
-
-
-def _typed(option: click.Option, value: Any) -> str:
-    """An option and its value as they are typed."""
-    if option.is_flag:
-        return (option.secondary_opts if value is False else option.opts)[-1]
-    return shown(f"{option.opts[-1]} {value}")
 
 
 def _without(command: click.Command, args: list[str], name: str) -> list[str]:

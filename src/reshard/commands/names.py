@@ -1,19 +1,32 @@
-"""Names that options take: of formats, families, dtypes, quantizations and libraries."""
+"""Options whose values are names: of formats, families, dtypes, quantizations and libraries."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from reshard.adapters.serving_engines import ENGINES
-from reshard.base.options import Names
+from reshard.base import values
+from reshard.base.values import Kind
 from reshard.formats import quantizations, quantized_as, writable, written
 from reshard.model.recognition import named
 from reshard.planning.target_tensors import OutputTypes
 
-NAMES: Mapping[str, Names] = {
-    "format": Names(written, lambda name: writable(name).name),
-    "family": Names(known=named),
-    "dtype": Names(known=OutputTypes),
-    "quantization": Names(quantizations, quantized_as),
-    "library": Names(lambda: ENGINES),
+
+def _name(known: Callable[[str], object]) -> Kind:
+    """A name that `known` does not refuse."""
+
+    def convert(name: str) -> str:
+        known(name)
+        return name
+
+    return values.name(convert)
+
+
+NAMES: Mapping[str, Kind] = {
+    "to": values.name(lambda name: writable(name).name, [*written()]),
+    "family": _name(named),
+    "dtype": _name(OutputTypes),
+    "quantize": values.name(quantized_as, quantizations()),
+    "adapter_for": values.choice([*ENGINES]),
 }
+"""The kinds of options, by their names."""

@@ -12,8 +12,9 @@ import click
 
 from reshard.api.verification import verify
 from reshard.base.errors import ReshardError, cause_of
+from reshard.base.values import choice
 from reshard.cli.console import Watch, handles_errors
-from reshard.cli.options import LOCAL
+from reshard.cli.options import LOCAL, ValueType
 from reshard.cli.usage import Group
 from reshard.cli.verify import print_comparison
 from reshard.dropins.running import SETTINGS, convert_as_asked, debug_option, overwrite_option, run
@@ -31,7 +32,11 @@ CONFIGS = ("huggingface", "model/huggingface")
 
 ARGUMENTS = (
     click.option(
-        "--backend", type=click.Choice(["fsdp", "megatron"]), required=True, help="Which workers saved it."
+        "--backend",
+        type=ValueType(choice(("fsdp", "megatron"))),
+        metavar="[fsdp|megatron]",
+        required=True,
+        help="Which workers saved it.",
     ),
     click.option("--local_dir", type=LOCAL, required=True, help="The checkpoint."),
     click.option("--tie-word-embedding", is_flag=True, help=f"{UNUSED} config.json says so."),

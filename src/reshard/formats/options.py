@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from reshard.algebra.layout import Layout
-from reshard.base.argument_checks import StrPath, parse_size
 from reshard.base.options import ADAPTERS, ADVANCED, BYTES, LAYOUT, About, options_of
 from reshard.base.shared_options import DtypeOption, MergeOption, StepOption
+from reshard.base.values import StrPath, parse_size
 from reshard.families.family import ENGINE_TITLES
 from reshard.stores import source_path
 
@@ -68,7 +68,6 @@ class Reading(DtypeOption, BaseOption):
         About(
             "Model family of SRC, overriding its config.",
             "NAME",
-            names="family",
             group=ADVANCED,
             only_reads=True,
         ),
@@ -105,7 +104,6 @@ class Output:
         str | None,
         About(
             "Format of the output, or an alias such as hf or mcore. [default: huggingface, unless SRC is that]",
-            names="format",
         ),
     ] = None
     tp: Annotated[int, About("Tensor-parallel size of the output.", "N", least=1, group=LAYOUT)] = 1
@@ -166,7 +164,6 @@ class Output:
             "or the bits and the group of an MLX output (affine-2, -3, -4, -5, -6 or -8, in groups of 64, or "
             "affine-4-32 …).",
             "KIND",
-            names="quantization",
         ),
     ] = None
     max_shard_size: Annotated[
@@ -206,7 +203,6 @@ class OneOutput(Output):
         str | None,
         About(
             "Write the adapter as this library applies it completely. [default: with the layout of SRC]",
-            names="library",
             flag="--for",
             group=ADAPTERS,
         ),

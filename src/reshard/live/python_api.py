@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard.api.weights import opened
-from reshard.base.argument_checks import Arguments, StrPath
+from reshard.base.arguments import Arguments
 from reshard.base.errors import ReshardError
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.shared_options import MemoryOption
+from reshard.base.values import SWITCH, StrPath, count, dictionary, size
 from reshard.commands.streaming import ReadOptions
 from reshard.commands.weights import Weights
 from reshard.live import megatron_chunks, pretrained, torch_modules
@@ -139,10 +140,10 @@ def from_pretrained(
     ('Qwen3ForCausalLM', torch.bfloat16)
     """
     given = Arguments("from_pretrained")
-    given.switches(trust_remote_code=trust_remote_code)
+    given.check("trust_remote_code", trust_remote_code, SWITCH)
     if not (auto is None or hasattr(auto, "from_config") or hasattr(auto, "_from_config")):
         given.wrong("auto", auto, "a class of transformers, for example AutoModelForCausalLM")
-    given.mapping("build", build, '{"attn_implementation": "eager"}')
+    given.check_optional("build", build, dictionary('{"attn_implementation": "eager"}'))
     how, weights = _read(given, path, memory, workers, verify, opening)
     return pretrained.from_pretrained(
         weights, auto, how, trust_remote_code=trust_remote_code, **(build or {})
@@ -158,9 +159,9 @@ def _read(
     opening: dict[str, Any],
 ) -> tuple[ReadOptions, Weights]:
     """How to read, and what. Raises ReshardError for wrong arguments."""
-    allowed = given.size("--memory", memory)
-    given.counted("workers", workers)
-    given.switches(verify=verify)
+    allowed = given.check("memory", memory, size("--memory"))
+    given.check_optional("workers", workers, count())
+    given.check("verify", verify, SWITCH)
     weights = opened(given, path, opening)
     return ReadOptions(allowed, workers, verify), weights
 

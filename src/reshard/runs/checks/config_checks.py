@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.base.argument_checks import truth
 from reshard.runs.checks import grpo, rules
+from reshard.runs.checks.command.launchers import truth
 from reshard.runs.checks.config_text import ConfigText, read_config
 from reshard.runs.checks.device_maps import spread_in
 from reshard.runs.checks.environment import find_gpus

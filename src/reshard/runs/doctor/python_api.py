@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar, TypeVar
 
-from reshard.base.argument_checks import Arguments, StrPath
+from reshard.base.arguments import with_options
 from reshard.base.errors import ReshardError
 from reshard.base.exceptions_to_problems import for_users
-from reshard.base.options import About, takes_also
+from reshard.base.options import About
 from reshard.base.shared_options import OnBytesOption
+from reshard.base.values import PATH, StrPath, several
 from reshard.runs.checks.environment import look_around
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.machine_checks import check_machine
 from reshard.runs.doctor.diagnose_targets import examine
 from reshard.runs.doctor.remedy_spelling import RunTools, spelled
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +45,24 @@ class DoctorOptions(OnBytesOption):
             )
 
 
+def _takes_options(function: Callable[..., R]) -> Callable[..., R]:
+    return with_options(DoctorOptions, {"targets": several(PATH)})(function)  # type: ignore[no-any-return]
+
+
 @for_users()
-@takes_also(DoctorOptions)
-def doctor(*targets: StrPath, **given: Any) -> list[Finding]:
+@_takes_options
+def doctor(*targets: StrPath, options: DoctorOptions) -> list[Finding]:
     """Explain what is wrong, why, and how to fix it.
 
     Several targets are seen together: what one shows and another explains is one finding. The files are never executed.
+    Options are described as in `reshard doctor --help`: --python is `python`.
 
     Parameters
     ----------
     *targets : str or path-like
         Logs, scripts, configs, lists of packages, checkpoints, or the folder of a run; "-" is a log on
         standard input. Without a target, the environment is examined: versions, GPUs, driver and launcher variables.
+    {options}
 
     Returns
     -------
@@ -71,11 +80,7 @@ def doctor(*targets: StrPath, **given: Any) -> list[Finding]:
     >>> found.code, found.severity
     ('cuda-out-of-memory', 'error')
     """
-    arguments = Arguments("doctor")
-    for each in targets:
-        arguments.path("target", each)
-    asked = DoctorOptions(**arguments.options(DoctorOptions, given))
-    asked.check(targets)
-    if asked.python is None:
-        return examine(*targets, on_bytes=asked.on_bytes).findings
-    return spelled(check_machine(look_around(str(asked.python))), RunTools())
+    options.check(targets)
+    if options.python is None:
+        return examine(*targets, on_bytes=options.on_bytes).findings
+    return spelled(check_machine(look_around(str(options.python))), RunTools())

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from reshard.base.argument_checks import Arguments
 from reshard.base.errors import ReshardError
-from reshard.base.exceptions_to_problems import for_users
 from reshard.base.interrupts import ignored
 from reshard.base.plain_json import put
 from reshard.base.start_environment import start_environment
@@ -90,14 +87,6 @@ def guarded(
         if report.status or not quiet:
             report.print(screen.console, language)
     return report
-
-
-@for_users()
-def run_guarded(words: Sequence[str], options: Mapping[str, Any]) -> EndReport:
-    """`reshard.guard.run`. Raises ReshardError for wrong arguments, too."""
-    arguments = Arguments("guard.run")
-    arguments.several("words", words)
-    return guarded(words, GuardOptions(**arguments.options(GuardOptions, options)))
 
 
 def _checked(command: TrainingCommand, screen: GuardScreen) -> Checked:

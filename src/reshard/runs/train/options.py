@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from reshard.base.argument_checks import StrPath
 from reshard.base.options import ADAPTERS, DATA, PARALLEL, About
+from reshard.base.values import StrPath
 
 ENGINES = ("trl", "ms-swift")
 PARALLEL_PLANS = ("ddp", "fsdp2", "zero2", "zero3")

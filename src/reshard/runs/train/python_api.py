@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from reshard.base.argument_checks import Arguments
+from reshard.base.arguments import takes
 from reshard.base.exceptions_to_problems import for_users
-from reshard.base.options import About, part_of, takes
+from reshard.base.options import About, part_of
+from reshard.base.values import choice
 from reshard.runs.train.methods import TRAINING_METHODS
 from reshard.runs.train.options import TrainOptions
 
@@ -27,14 +28,17 @@ class CallOptions(TrainOptions):
 
 
 @for_users()
-@takes(CallOptions)
-def train(method: str, **given: Any) -> TrainingRun:
+@takes(CallOptions, {"method": choice([*TRAINING_METHODS])})
+def train(method: str, options: CallOptions) -> TrainingRun:
     """Write a recipe that fine-tunes a model, and run it under guard, with its output on stdout and stderr.
+
+    Options are described as in `reshard train --help`: --eval-data is `eval_data`.
 
     Parameters
     ----------
     method : str
         Training method, as in ``reshard train sft``; ``reshard train --help`` lists them.
+    {options}
 
     Returns
     -------
@@ -55,13 +59,10 @@ def train(method: str, **given: Any) -> TrainingRun:
     ...     print(error.problems[0].message)
     --model is missing
     """
-    arguments = Arguments("train")
-    arguments.choice("method", str(method), TRAINING_METHODS)
-    call = CallOptions(**arguments.options(CallOptions, given))
-    options = part_of(TrainOptions, call)
     from reshard.runs.train.start import prepared, started
 
-    run = prepared(method, options, [word for pair in (call.options or {}).items() for word in _words(*pair)])
+    words = [word for pair in (options.options or {}).items() for word in _words(*pair)]
+    run = prepared(method, part_of(TrainOptions, options), words)
     return run if options.write_only or options.gpus else started(run)
 
 

@@ -9,7 +9,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from reshard.base.argument_checks import truth
+_TRUE, _FALSE = ("true", "yes", "on", "1", "t", "y"), ("false", "no", "off", "0", "f", "n")
+"""Words for true and false, as transformers, accelerate and YAML 1.1 know them."""
 
 LauncherOptions = Mapping[str, str]
 """Options as they were typed, those without a value as "true"."""
@@ -56,6 +57,12 @@ def _of_torchrun(options: LauncherOptions, gpus: GpuCount) -> int:
 DISTRIBUTED_TYPES = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "use_tp", "tpu")
 SINGLE_PROCESS_TYPES = ("", "no", "none", "multi_cpu")
 """Values of accelerate's distributed_type with which it starts a single process, without mpirun."""
+
+
+def truth(value: object) -> bool | None:
+    """Whether a word or value of an option, a config or a variable is true; None if it is neither true nor false."""
+    word = str(value).lower()
+    return word in _TRUE if word in (*_TRUE, *_FALSE) else None
 
 
 def _of_accelerate(options: LauncherOptions, gpus: GpuCount) -> int:

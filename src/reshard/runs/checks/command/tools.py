@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reshard.base.argument_checks import truth
-from reshard.runs.checks.command.launchers import LAUNCHERS, GpuCount
+from reshard.runs.checks.command.launchers import LAUNCHERS, GpuCount, truth
 
 
 @dataclass(frozen=True)
