@@ -78,8 +78,13 @@ def print_problems(problems: Sequence[Problem], console: Console | None = None) 
         console.print(f"[{style}]{problem.severity}:[/] {escape(first)}")
         for line in rest:
             console.print(escape(line))
-    if len(problems) > SHOWN:
-        console.print(f"… and {len(problems) - SHOWN} more (--json lists all)")
+    print_omitted(len(problems) - SHOWN, console)
+
+
+def print_omitted(number: int, console: Console) -> None:
+    """Print how many things are not listed, if any are not."""
+    if number > 0:
+        console.print(f"… and {number} more (--json lists all)")
 
 
 def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -303,40 +303,40 @@ class _Names(dict[str, str]):
         return "" if key == "told" else f"<{key}>"
 
 
-def _explain_rule(identifier: str, language: str, json_output: bool) -> None:
-    """Print a rule, with names instead of values from a target."""
-    rule = rules()[identifier]
-    content = {
-        "id": identifier,
-        "kind": rule["severity"],
-        **{
-            key: RunTools().spelled(rule[key][language].strip().format_map(_Names()))
-            for key in ("title", "cause", "cure")
-        },
-        "sources": [link(source) for source in rule["sources"]],
-    }
+def _explain(identifier: str, language: str, json_output: bool) -> None:
+    """Explain a rule or an entry of the catalogue. Raises ReshardError if there is neither."""
+    content = _rule(identifier, language) if identifier in rules() else _entry(find(identifier), language)
     if json_output:
         print_json(content)
         return
     console, words = stdout(), LABELS[language]
-    console.print(f"[bold]{escape(content['title'])}[/]{_aside(words, identifier, words[content['kind']])}")
-    console.print(f"[bold]{words['why']}[/] {escape_lines(str(content['cause']))}")
+    aside = _aside(words, identifier, words[content["kind"]])
+    console.print(f"[bold]{escape(content['title'])}[/]{aside}")
+    for name, specifier in content.get("versions", {}).items():
+        console.print(f"  {name} {escape(specifier)}")
+    console.print(f"[bold]{words['why']}[/] {escape_lines(content['cause'])}")
     console.print(f"[bold]{words['cure']}[/]")
     _print_cure(content["cure"])
     if content["sources"]:
         console.print(f"[bold]{words['sources']}[/] {escape(', '.join(content['sources']))}")
+    if "excerpt" in content:
+        excerpt = escape_lines(content["excerpt"].rstrip())
+        console.print(f"\n{excerpt}\n  — {escape(content['excerpt_from'])}")
 
 
-def _explain(identifier: str, language: str, json_output: bool) -> None:
-    """Explain a rule or an entry of the catalogue. Raises ReshardError if there is neither."""
-    if identifier in rules():
-        _explain_rule(identifier, language, json_output)
-    else:
-        _explain_entry(find(identifier), language, json_output)
+def _rule(identifier: str, language: str) -> dict[str, Any]:
+    """A rule, with names instead of values from a target."""
+    rule = rules()[identifier]
+    texts = {
+        key: RunTools().spelled(rule[key][language].strip().format_map(_Names()))
+        for key in ("title", "cause", "cure")
+    }
+    return {"id": identifier, "kind": rule["severity"], **texts, "sources": [*map(link, rule["sources"])]}
 
 
-def _explain_entry(entry: CatalogueEntry, language: str, json_output: bool) -> None:
-    content = {
+def _entry(entry: CatalogueEntry, language: str) -> dict[str, Any]:
+    """An entry of the catalogue."""
+    return {
         "id": entry.id,
         "kind": entry.kind,
         "engines": list(entry.engines),
@@ -345,19 +345,7 @@ def _explain_entry(entry: CatalogueEntry, language: str, json_output: bool) -> N
         "cure": RunTools().spelled(entry.cure.of(language)),
         "versions": entry.versions,
         "patterns": [pattern.pattern for pattern in entry.patterns],
-        "sources": [link(source) for source in entry.sources],
+        "sources": [*map(link, entry.sources)],
         "excerpt": entry.excerpt,
         "excerpt_from": entry.excerpt_from,
     }
-    if json_output:
-        print_json(content)
-        return
-    console, words = stdout(), LABELS[language]
-    console.print(f"[bold]{escape(entry.title.of(language))}[/]{_aside(words, entry.id, words[entry.kind])}")
-    for name, specifier in entry.versions.items():
-        console.print(f"  {name} {escape(specifier)}")
-    console.print(f"[bold]{words['why']}[/] {escape_lines(str(content['cause']))}")
-    console.print(f"[bold]{words['cure']}[/]")
-    _print_cure(str(content["cure"]))
-    console.print(f"[bold]{words['sources']}[/] {escape(', '.join(map(link, entry.sources)))}")
-    console.print(f"\n{escape_lines(entry.excerpt.rstrip())}\n  — {escape(entry.excerpt_from)}")

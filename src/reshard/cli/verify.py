@@ -11,7 +11,15 @@ import click
 from reshard.api import verification
 from reshard.base.errors import size
 from reshard.base.foreign_text import escape
-from reshard.cli.console import Watch, common_options, handles_errors, print_json, stderr, stdout
+from reshard.cli.console import (
+    Watch,
+    common_options,
+    handles_errors,
+    print_json,
+    print_omitted,
+    stderr,
+    stdout,
+)
 from reshard.cli.options import SOURCE, quiet_option
 from reshard.cli.record import record_options
 from reshard.cli.tables import print_table
@@ -73,8 +81,7 @@ def _print_integrity(found: Integrity) -> None:
     )
     for fault in found.faults[:SHOWN]:
         stdout().print(f"{escape(fault.file)} {escape(fault.message)}")
-    if len(found.faults) > SHOWN:
-        stdout().print(f"… and {len(found.faults) - SHOWN} more (--json lists all)")
+    print_omitted(len(found.faults) - SHOWN, stdout())
 
 
 def _print_proof(found: Proof, a: Path, b: Path | None) -> None:
@@ -110,8 +117,7 @@ def _print_proof(found: Proof, a: Path, b: Path | None) -> None:
     _print_counts(f"   {target.bytes:,} bytes in {target.files:,} files", [row for row in rows if row[0]])
     for fault in found.faults[:SHOWN]:
         console.print(f"{escape(fault.tensor)}: {escape(fault.message)}")
-    if len(found.faults) > SHOWN:
-        console.print(f"… and {len(found.faults) - SHOWN} more (--json lists all)")
+    print_omitted(len(found.faults) - SHOWN, console)
     if found.balanced:
         told = "the recorded plan" if found.recorded else "a plan with the recorded options"
         console.print(f"[bold green]balanced:[/] {told}, {target.blocks:,} blocks compiled and counted")
@@ -145,15 +151,7 @@ def _print_different(found: Comparison) -> None:
         f"[bold red]different:[/] {_count_of(len(different), 'tensor')}; {found.tensors} were compared{more}"
     )
     print_table(console, COLUMNS, [(row.tensor, row.kind, row.how) for row in different[:SHOWN]])
-    if len(different) > SHOWN:
-        console.print(f"… and {len(different) - SHOWN} more (--json lists all)")
-
-
-def _print_differences(found: Comparison) -> None:
-    """Print the tensors that differ, first those with different values."""
-    if found.different:
-        _print_different(found)
-    _print_recast(found)
+    print_omitted(len(different) - SHOWN, console)
 
 
 def _print_recast(found: Comparison) -> None:
@@ -172,8 +170,7 @@ def _print_rounded(found: Comparison) -> None:
     sums = [row for row in found.rounded if row.kind == ROUNDED_SUM]
     for row in sums[:SHOWN]:
         console.print(f"{escape(row.tensor)} is rounded: {row.how}")
-    if len(sums) > SHOWN:
-        console.print(f"… and {len(sums) - SHOWN} more (--json lists all)")
+    print_omitted(len(sums) - SHOWN, console)
     quantized = [row for row in found.rounded if row.kind == ROUNDED]
     parts = [f"{found.tensors - len(found.rounded)} tensors bit for bit"]
     if quantized:
@@ -193,8 +190,10 @@ def print_comparison(found: Comparison) -> None:
     console = stdout()
     for note in found.notes:
         stderr().print(f"[bold]note:[/] {escape(note)}")
+    if found.different:
+        _print_different(found)
     if found.rows:
-        _print_differences(found)
+        _print_recast(found)
     elif found.rounded:
         _print_rounded(found)
     else:
