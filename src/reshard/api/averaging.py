@@ -91,6 +91,11 @@ def average(src: Sequence[StrPath], dst: StrPath, options: AverageOptions) -> Co
     >>> result.plan.facts["source"]["variant"]
     'average of 2 checkpoints'
     """
+    return averaged(src, dst, options)
+
+
+def averaged(src: Sequence[StrPath], dst: StrPath, options: AverageOptions) -> Conversion:
+    """The average of checkpoints. Raises ReshardError."""
     if len(src) < 2:
         raise ReshardError(
             "average-of-one",

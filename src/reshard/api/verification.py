@@ -149,6 +149,11 @@ def verify(a: StrPath, b: StrPath | None = None, *, options: VerifyOptions) -> C
     ...     print(row.tensor, row.kind)
     model.layers.1.mlp.up_proj.weight values
     """
+    return verified(a, b, options)
+
+
+def verified(a: StrPath, b: StrPath | None, options: VerifyOptions) -> Comparison | Integrity | Proof:
+    """What there is to say about one checkpoint, or about two. Raises ReshardError."""
     options.check(b)
     bar = NotebookBar()
     shown = {"on_total": options.on_total or bar.begin, "on_bytes": options.on_bytes or bar.advance}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 
-from reshard.api import averaging
+from reshard.api.averaging import AverageOptions, averaged
 from reshard.cli import convert
 from reshard.cli.console import common_options, handles_errors
 from reshard.cli.options import OUTPUT, SOURCE, quiet_option
@@ -19,11 +19,13 @@ from reshard.commands.names import NAMES
 @click.command("average", cls=Command)
 @click.argument("ckpts", type=SOURCE, nargs=-1, required=True, metavar="CKPT CKPT...")
 @click.argument("dst", type=OUTPUT)
-@record_options(averaging.AverageOptions, NAMES)
+@record_options(AverageOptions, NAMES)
 @quiet_option()
 @common_options
 @handles_errors
-def command(ckpts: tuple[Path, ...], dst: Path, quiet: bool, json_output: bool, **options: Any) -> None:
+def command(
+    ckpts: tuple[Path, ...], dst: Path, quiet: bool, json_output: bool, options: AverageOptions
+) -> None:
     """Average the weights of two or more checkpoints of one model into DST, in any format and parallel layout.
 
     The CKPTs may have different formats and layouts. They must have the same tensors, shapes and settings; all
@@ -36,9 +38,9 @@ def command(ckpts: tuple[Path, ...], dst: Path, quiet: bool, json_output: bool, 
       reshard average hf ckpt mean --to megatron --tp 2             mixed formats
     """
     convert.shown(
-        lambda **hooks: averaging.average(ckpts, dst, **options, **hooks),
+        lambda **hooks: averaged(ckpts, dst, replace(options, **hooks)),
         dst,
         quiet=quiet,
         json_output=json_output,
-        print_plan=convert.print_plan if options.get("dry_run") else None,
+        print_plan=convert.print_plan if options.dry_run else None,
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -40,7 +40,7 @@ from reshard.transfer.plan import Plan
 @quiet_option()
 @common_options
 @handles_errors
-def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any) -> None:
+def command(src: Path, dst: Path, quiet: bool, json_output: bool, options: ConvertOptions) -> None:
     """Convert the checkpoint at SRC to DST, to any format and parallel layout.
 
     The format of SRC is detected, and its config and tokenizer are copied. DST appears only when it is complete. If a
@@ -56,11 +56,11 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any
       reshard convert ckpt model.gguf --quantize q8_0     any checkpoint to llama.cpp
     """
     shown(
-        lambda **hooks: conversion.convert(src, dst, **options, **hooks),
+        lambda **hooks: conversion.converted(src, dst, replace(options, **hooks)),
         dst,
         quiet=quiet,
         json_output=json_output,
-        print_plan=print_plan if options.get("dry_run") else None,
+        print_plan=print_plan if options.dry_run else None,
     )
 
 

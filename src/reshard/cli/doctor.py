@@ -97,7 +97,7 @@ class Flags(DoctorOptions, CatalogueOptions):
 @quiet_option("Print one line for each finding.")
 @common_options
 @handles_errors
-def command(targets: tuple[str, ...], *, quiet: bool, json_output: bool, **options: Any) -> None:
+def command(targets: tuple[str, ...], *, quiet: bool, json_output: bool, options: Flags) -> None:
     """Explain what is wrong, why, and how to fix it.
 
     A TARGET is a log (or - for standard input), a training script (.py), a launch script (.sh), a
@@ -122,21 +122,20 @@ def command(targets: tuple[str, ...], *, quiet: bool, json_output: bool, **optio
 
     Exit status: 0 no errors (there may be warnings), 1 errors or unknown, 2 a target cannot be read.
     """
-    flags = Flags(**options)
-    language = flags.lang or locale_language()
-    flags.check(targets)
-    if flags.list_all:
+    language = options.lang or locale_language()
+    options.check(targets)
+    if options.list_all:
         _list(language, json_output)
-    elif flags.explain:
-        _explain(flags.explain, language, json_output)
+    elif options.explain:
+        _explain(options.explain, language, json_output)
     else:
-        _diagnose(targets, flags, quiet=quiet, json_output=json_output)
+        _diagnose(targets, options, quiet=quiet, json_output=json_output)
 
 
-def _diagnose(targets: tuple[str, ...], flags: Flags, *, quiet: bool, json_output: bool) -> None:
+def _diagnose(targets: tuple[str, ...], options: Flags, *, quiet: bool, json_output: bool) -> None:
     """Examine the targets or the environment, print what was found, and exit."""
-    language = flags.lang or locale_language()
-    python = None if flags.python is None else str(flags.python)
+    language = options.lang or locale_language()
+    python = None if options.python is None else str(options.python)
     environment = None if targets else look_around(python)
     read: list[Text] = []
     if environment is None:
@@ -147,7 +146,7 @@ def _diagnose(targets: tuple[str, ...], flags: Flags, *, quiet: bool, json_outpu
     if json_output:
         shown = {} if environment is None else {"environment": environment.as_dict()}
         facts = {} if environment is not None else {"facts": examination.facts}
-        print_json({**shown, **examination.as_dict(flags.lang), **facts})
+        print_json({**shown, **examination.as_dict(options.lang), **facts})
     elif quiet:
         _print_lines(findings, language)
     else:

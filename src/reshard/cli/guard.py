@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import click
 
@@ -21,7 +20,7 @@ from reshard.runs.guard.options import GuardOptions
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, required=True, metavar="-- COMMAND …")
 @common_options
 @handles_errors
-def command(words: tuple[str, ...], *, quiet: bool, json_output: bool, **options: Any) -> None:
+def command(words: tuple[str, ...], *, quiet: bool, json_output: bool, options: GuardOptions) -> None:
     """Run a training command, and watch over it.
 
     \b
@@ -43,7 +42,7 @@ def command(words: tuple[str, ...], *, quiet: bool, json_output: bool, **options
     from reshard.runs.guard.guarded_run import guarded
 
     stdout, language = 2 if json_output else 1, locale_language()
-    report = guarded(words, GuardOptions(**options), quiet=quiet, stdout=stdout, language=language)
+    report = guarded(words, options, quiet=quiet, stdout=stdout, language=language)
     ignore_from_now_on()
     if json_output:
         print_json(report.as_dict(language))

@@ -52,7 +52,7 @@ class Flags(inspection.InspectOptions):
 @quiet_option("Print problems only.")
 @common_options
 @handles_errors
-def command(paths: tuple[Path, ...], *, quiet: bool, json_output: bool, **options: Any) -> None:
+def command(paths: tuple[Path, ...], *, quiet: bool, json_output: bool, options: Flags) -> None:
     """Show what the checkpoint at each PATH is, whether it is complete, and what to type next.
 
     Reads headers and metadata only. PATH can be a URL, or Org/Model on the Hub. Also lists unfinished conversions to
@@ -61,15 +61,14 @@ def command(paths: tuple[Path, ...], *, quiet: bool, json_output: bool, **option
 
     Exit status: 0 complete, 1 problems were found, 2 a PATH cannot be opened.
     """
-    flags = Flags(**options)
-    if flags.html and len(paths) > 1:
+    if options.html and len(paths) > 1:
         raise click.UsageError("--html writes the page of one checkpoint: pass one PATH")
     reports, status = [], 0
     for number, path in enumerate(paths):
         if number and not (quiet or json_output):
             stdout().print()
         try:
-            report, code = _report(path, flags, quiet=quiet, json_output=json_output)
+            report, code = _report(path, options, quiet=quiet, json_output=json_output)
         except ReshardError as error:
             if len(paths) == 1:
                 raise
@@ -86,9 +85,9 @@ def _problems(error: ReshardError) -> dict[str, Any]:
     return {"problems": [problem.as_dict() for problem in error.problems]}
 
 
-def _report(path: Path, flags: Flags, *, quiet: bool, json_output: bool) -> tuple[dict[str, Any], int]:
+def _report(path: Path, options: Flags, *, quiet: bool, json_output: bool) -> tuple[dict[str, Any], int]:
     """The JSON for one path, and the exit status; also prints it as text unless `json_output`."""
-    age = flags.remove_unfinished
+    age = options.remove_unfinished
     removed = remove_unfinished_at(path, age) if age is not None else []
     left = unfinished_at(path)
     is_inside = isinstance(path, StorePath)  # a store keeps unfinished runs inside the destination
@@ -104,7 +103,7 @@ def _report(path: Path, flags: Flags, *, quiet: bool, json_output: bool) -> tupl
     if (left or removed or old) and (is_inside or not path.exists()):
         return {"path": str(path), **beside}, 1 if left or old else 0
     with Watch("inspect", quiet=json_output or quiet) as watch:
-        found = inspection.inspect(path, flags.iteration, html=flags.html, on_step=watch.step)
+        found = inspection.inspect(path, options.iteration, html=options.html, on_step=watch.step)
     if quiet:
         print_problems(found.problems)
     elif not json_output:

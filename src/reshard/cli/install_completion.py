@@ -72,7 +72,7 @@ class Flags:
 @record_options(Flags)
 @common_options
 @handles_errors
-def command(shell: str | None, *, json_output: bool, only_print: bool = False) -> None:
+def command(shell: str | None, *, json_output: bool, options: Flags) -> None:
     """Install completion of commands, options, values and paths for a SHELL: bash, zsh or fish.
 
     Without SHELL, installs it for the login shell ($SHELL). Writes one file below your home folder, and never edits
@@ -84,7 +84,7 @@ def command(shell: str | None, *, json_output: bool, only_print: bool = False) -
       reshard install-completion bash --print > reshard.bash
     """
     shell = shell or _login_shell()
-    if only_print:
+    if options.only_print:
         click.echo(script(shell), nl=False)
         return
     place = _place(shell)

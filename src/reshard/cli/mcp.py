@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import click
 
@@ -31,7 +31,7 @@ class Flags(ServerOptions):
 @record_options(Flags)
 @common_options
 @handles_errors
-def command(folders: tuple[Path, ...], *, json_output: bool, **options: Any) -> None:
+def command(folders: tuple[Path, ...], *, json_output: bool, options: Flags) -> None:
     """Let coding agents inspect checkpoints and failed runs below each FOLDER.
 
     A server of the Model Context Protocol, which agents start themselves and talk to over standard input and output.
@@ -43,8 +43,7 @@ def command(folders: tuple[Path, ...], *, json_output: bool, **options: Any) -> 
       codex mcp add reshard -- reshard mcp ~/runs              for Codex
       reshard mcp --skill                                      a skill file: when to use which tool
     """
-    flags = Flags(**options)
-    if flags.skill:
+    if options.skill:
         text = files("reshard.runs.mcp").joinpath("skill.md").read_text(encoding="utf-8")
         print_json({"skill": text}) if json_output else click.echo(text, nl=False)
         return
@@ -56,4 +55,4 @@ def command(folders: tuple[Path, ...], *, json_output: bool, **options: Any) -> 
 
     if sys.stdin.isatty():
         click.echo("waiting for a client on standard input; Ctrl-C ends", err=True)
-    Server(folders, flags).start()
+    Server(folders, options).start()

@@ -57,36 +57,25 @@ class _Appending:
 def record_options(
     record: type, kinds: Mapping[str, Kind] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a command with the options of a record. It is given those that were typed, by their names.
+    """Decorate a command that takes a record, as `options`, with the record's options.
 
     `kinds` are those of options about which the record knows too little.
     """
-    typed = [each for each in options_of(record) if each.is_typed]
+    declared = {each.name: each for each in options_of(record) if each.is_typed}
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        decorated = _only_typed(function)
-        for each in reversed(typed):
-            decorated = _option(each, (kinds or {}).get(each.name, each.kind))(decorated)
-        return decorated
+        @wraps(function)
+        def command(**given: Any) -> Any:
+            source = click.get_current_context().get_parameter_source
+            typed = [name for name in declared if source(name) is not ParameterSource.DEFAULT]
+            others = {name: value for name, value in given.items() if name not in declared}
+            return function(**others, options=record(**{name: given[name] for name in typed}))
+
+        for name, each in reversed(declared.items()):
+            command = _option(each, (kinds or {}).get(name, each.kind))(command)
+        return command
 
     return decorate
-
-
-def _only_typed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command: it is given only those options of its record that were typed."""
-
-    @wraps(function)
-    def wrapper(**values: Any) -> Any:
-        context = click.get_current_context()
-        untyped = [
-            each.name
-            for each in context.command.params
-            if isinstance(each, GroupedOption)
-            and context.get_parameter_source(str(each.name)) is ParameterSource.DEFAULT
-        ]
-        return function(**{name: value for name, value in values.items() if name not in untyped})
-
-    return wrapper
 
 
 def _option(option: Option, kind: Kind) -> Callable[[Any], Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import click
 
@@ -26,7 +25,7 @@ SETTINGS = {"ignore_unknown_options": True}
 @click.argument("rest", nargs=-1, type=click.UNPROCESSED, metavar="[ENGINE OPTIONS]")
 @common_options
 @handles_errors
-def command(method: str, rest: tuple[str, ...], *, json_output: bool, **given: Any) -> None:
+def command(method: str, rest: tuple[str, ...], *, json_output: bool, options: TrainOptions) -> None:
     """Write a recipe that fine-tunes a model, and run it under guard.
 
     \b
@@ -50,7 +49,6 @@ def command(method: str, rest: tuple[str, ...], *, json_output: bool, **given: A
     """
     from reshard.runs.train.start import prepared, start, started
 
-    options = TrainOptions(**given)
     run = prepared(method, options, rest)
     only_written = options.write_only or options.gpus
     if json_output:

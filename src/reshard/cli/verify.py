@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from reshard.api import verification
+from reshard.api.verification import VerifyOptions, verified
 from reshard.base.errors import size
 from reshard.base.foreign_text import escape
 from reshard.cli.console import (
@@ -32,11 +33,11 @@ from reshard.records.reshard_json import Integrity
 @click.command("verify", cls=Command)
 @click.argument("a", type=SOURCE)
 @click.argument("b", type=SOURCE, required=False)
-@record_options(verification.VerifyOptions)
+@record_options(VerifyOptions)
 @quiet_option("Print problems only; the exit status tells the result.")
 @common_options
 @handles_errors
-def command(a: Path, b: Path | None, *, quiet: bool, json_output: bool, **options: Any) -> None:
+def command(a: Path, b: Path | None, *, quiet: bool, json_output: bool, options: VerifyOptions) -> None:
     """Compare the weights of checkpoints A and B bit for bit, in any format and layout.
 
     Without B, check all files of A, an output of `convert`, against the digests recorded in its reshard.json.
@@ -50,14 +51,12 @@ def command(a: Path, b: Path | None, *, quiet: bool, json_output: bool, **option
     Exit status: 0 equal (or balanced, with --proof), 1 not equal, 2 a checkpoint cannot be read.
     """
     with Watch("verify", quiet=quiet or json_output) as watch:
-        found: Comparison | Integrity | Proof = verification.verify(
-            a,
-            b,
-            **options,
-            on_step=watch.step,
-            on_total=watch.begin,
-            on_bytes=lambda count: watch.advance(count),
-        )
+        hooks: dict[str, Any] = {
+            "on_step": watch.step,
+            "on_total": watch.begin,
+            "on_bytes": lambda count: watch.advance(count),
+        }
+        found = verified(a, b, replace(options, **hooks))
     if json_output:
         print_json(found.as_dict())
     elif not quiet and isinstance(found, Integrity):
