@@ -20,7 +20,6 @@ from reshard.base.foreign_text import clipped, shown
 from reshard.base.languages import Text
 from reshard.base.plain_json import decoded
 from reshard.base.suggest import similar_path
-from reshard.base.values import FUNCTION, PATH, several
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.launch_scripts import check_launches, launch_of
 from reshard.runs.checks.location import CONFIG_SUFFIXES, SHELL_SUFFIXES, Launch
