@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,11 @@ import pytest
 
 from reshard.runs.guard.end import log_parts
 from reshard.runs.guard.end.failure import RunEvidence, read_failure
-from reshard.runs.guard.supervise import output_relay
-from reshard.runs.guard.supervise.line_sample import LAST_LINES, LINES_PER_SECOND, LineSample
-from reshard.runs.guard.supervise.output_relay import MAX_TRACEBACKS, OutputRelay, OutputStream
-from reshard.runs.guard.supervise.supervision import supervise
+from reshard.runs.guard.supervise.line_sample import LAST_LINES, LOSS_LINES, LineSample
+from reshard.runs.guard.supervise.output_relay import MAX_TRACEBACKS
+from reshard.runs.guard.supervise.supervision import starter, supervise
 from reshard.runs.guard.watch.watcher import Notice, OutputLine, Watcher
+from tests.guard.test_terminal import relay_of
 
 TRACEBACK = (
     "Traceback (most recent call last):\n"
@@ -27,87 +26,61 @@ TRACEBACK = (
 FLOOD = "".join(f"record {number} of the data, which nobody reads\n" for number in range(60_000))
 
 
-class Clock:
-    """A monotonic clock that a test sets."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(output_relay.time, "monotonic", clock)
-    return clock
-
-
 class Piped:
-    """A relay of one pipe to nothing but a log."""
+    """A relay to nothing but a log."""
 
     def __init__(self, log: Path) -> None:
-        source, self._into = os.pipe()
-        self.relay = OutputRelay.kept(log, source)
-        self.stream: OutputStream = self.relay.streams[0]
+        self.relay = relay_of(log)
+        self._into, _ = self.relay.ends
 
-    def print(self, content: bytes) -> list[str]:
-        """The lines that watchers read."""
-        return [line.text for part in self._moved(content) for line in part]
-
-    def _moved(self, content: bytes) -> Iterator[list[OutputLine]]:
+    def print(self, content: bytes) -> None:
         for begin in range(0, len(content), 1 << 15):
             os.write(self._into, content[begin : begin + (1 << 15)])
-            yield self.relay.move(self.stream)
+            self.relay.move(self.relay.streams[0])
 
-    def end(self) -> list[str]:
-        os.close(self._into)
-        return [line.text for line in self.relay.move(self.stream)]
+    def lines(self) -> list[str]:
+        """The lines that watchers read."""
+        return [line.text for line in self.relay.lines()]
 
 
 @pytest.fixture
-def piped(tmp_path: Path, clock: Clock) -> Iterator[Piped]:
+def piped(tmp_path: Path) -> Iterator[Piped]:
     piped = Piped(tmp_path / "log")
     yield piped
+    piped.relay.begun()
     piped.relay.close()
 
 
-def test_of_a_flood_few_lines_are_read_and_all_are_kept(piped: Piped, tmp_path: Path) -> None:
-    read = piped.print(FLOOD.encode())
-    assert 0 < len(read) <= LINES_PER_SECOND
-    rest = piped.end()
-    assert rest[-1] == FLOOD.splitlines()[-1] and len(rest) <= LAST_LINES
+def test_of_a_flood_the_last_lines_are_read_and_all_are_kept(piped: Piped, tmp_path: Path) -> None:
+    piped.print(FLOOD.encode())
+    assert piped.lines() == FLOOD.splitlines()[-LAST_LINES:]
     kept = (tmp_path / "log").read_text().splitlines()
     assert [line.split(" F ", 1)[1] for line in kept] == FLOOD.splitlines()
 
 
-def test_a_loss_in_a_flood_is_read_when_its_second_is_over(piped: Piped, clock: Clock) -> None:
+def test_a_loss_in_a_flood_is_read(piped: Piped) -> None:
     flood = FLOOD.encode()
     half = flood.index(b"\n", len(flood) // 2) + 1
-    read = piped.print(flood[:half] + b"step 7/10 loss nan\n" + flood[half:])
-    assert "step 7/10 loss nan" not in read
-    clock.now += 1
-    settled = [line.text for line in piped.relay.settled()]
-    assert settled[0] == "step 7/10 loss nan" and len(settled) <= 2 * LAST_LINES
+    piped.print(flood[:half] + b"step 7/10 loss nan\n" + flood[half:])
+    assert piped.lines() == ["step 7/10 loss nan", *FLOOD.splitlines()[-LAST_LINES:]]
 
 
-def test_after_a_flood_every_line_is_read(piped: Piped, clock: Clock) -> None:
+def test_after_a_flood_every_line_is_read(piped: Piped) -> None:
     piped.print(FLOOD.encode())
-    clock.now += 1
+    piped.lines()
     lines = [f"step {number}/99 loss nan" for number in range(1, 4)]
-    assert piped.print("".join(f"{line}\n" for line in lines).encode())[-3:] == lines
+    piped.print("".join(f"{line}\n" for line in lines).encode())
+    assert piped.lines() == lines
 
 
-@pytest.mark.parametrize("losses", [True, False])
-def test_lines_wait_once_and_in_order(losses: bool) -> None:
-    sample, word = LineSample(), "loss" if losses else "record"
-    lines = [f"{word} {number}".encode() for number in range(5000)]
-    first = sample.chosen(0.0, lines[:200]) + sample.chosen(0.5, lines[200:])
-    later = sample.chosen(1.0, lines[:3])
-    assert first[:200] == lines[:200] and later[-3:] == lines[:3]
-    both = first[200:] + later[:-3]
-    assert both == sorted(both, key=lines.index) and both[-1] == lines[-1]
-    assert len(both) == LAST_LINES * (1 + losses) and sample.waiting(2.0) == []
+@pytest.mark.parametrize("size", [1, 200, 5000])
+@pytest.mark.parametrize("word", ["loss", "record"])
+def test_lines_of_a_flood_are_read_once_and_in_order(word: str, size: int) -> None:
+    sample, lines = LineSample(), [f"{word} {number}".encode() for number in range(5000)]
+    for begin in range(0, len(lines), size):
+        sample.add("stdout", 0.0, lines[begin : begin + size])
+    count = LAST_LINES + (LOSS_LINES if word == "loss" else 0)
+    assert [line.text for line in sample.taken()] == lines[-count:] and sample.taken() == []
 
 
 def test_a_watcher_sees_a_loss_that_ends_a_flood(tmp_path: Path) -> None:
@@ -120,13 +93,11 @@ def test_a_watcher_sees_a_loss_that_ends_a_flood(tmp_path: Path) -> None:
             yield from ()
 
     code = "print('step 1/3 loss 2.5\\n' * 200_000 + 'step 2/3 loss nan')"
-    out, into = os.pipe()
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=into)
-    os.close(into)
-    watcher = Counts()
-    outcome = supervise(lambda: process, OutputRelay.kept(tmp_path / "log", out), [watcher], print)
+    relay, watcher = relay_of(tmp_path / "log"), Counts()
+    start = starter((sys.executable, "-c", code), os.environ, tmp_path, relay)
+    outcome = supervise(start, relay, [watcher], print)
     assert watcher.last == "step 2/3 loss nan"
-    assert watcher.seen <= (LINES_PER_SECOND + 2 * LAST_LINES) * (outcome.seconds + 2)
+    assert watcher.seen <= (LAST_LINES + LOSS_LINES) * (outcome.seconds + 2)
 
 
 def test_the_first_traceback_of_a_long_log_is_the_failure(piped: Piped, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from reshard.runs.guard.supervise import supervision
 from reshard.runs.guard.supervise.output_relay import OutputRelay
 from reshard.runs.guard.supervise.supervision import supervise
 from reshard.runs.guard.watch.process_tree import Processes, ProcessTree
@@ -49,6 +50,11 @@ def session(words: Sequence[str], steps: Steps = ()) -> tuple[bytes, int]:
             seen, keys = len(printed), left.pop(0)[1]
             os.write(terminal, keys)
     return printed, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def relay_of(log: Path) -> OutputRelay:
+    """A relay whose output goes to a log only."""
+    return OutputRelay.of(log, stdout=os.open(os.devnull, os.O_WRONLY))
 
 
 def alone_and_guarded(code: str, steps: Steps = ()) -> list[tuple[bytes, int]]:
@@ -283,26 +289,16 @@ def test_the_report_comes_after_output_that_is_read_slowly(tmp_path: Path) -> No
 
 
 def test_a_line_without_an_end_is_looked_at_once_it_has_settled(tmp_path: Path) -> None:
-    source, into = os.pipe()
-    relay = OutputRelay.kept(tmp_path / "log", source)
-    os.write(into, b"10%\r20%")
-    assert [line.text for line in relay.move(relay.streams[0])] == ["10%"]
-    assert [[line.text for line in relay.settled()] for _ in range(3)] == [[], ["20%"], []]
-    os.write(into, b"\r30%\n")
-    assert [line.text for line in relay.move(relay.streams[0])] == ["30%"]
+    relay = relay_of(tmp_path / "log")
+    out, _ = relay.ends
+    os.write(out, b"10%\r20%")
+    relay.move(relay.streams[0])
+    assert [[line.text for line in relay.lines()] for _ in range(3)] == [["10%"], ["20%"], []]
+    os.write(out, b"\r30%\n")
+    relay.move(relay.streams[0])
+    assert [line.text for line in relay.lines()] == ["30%"]
+    relay.begun()
     relay.close()
-    os.close(into)
-
-
-def test_of_a_flood_the_losses_and_the_last_lines_are_looked_at(tmp_path: Path) -> None:
-    source, into = os.pipe()
-    relay = OutputRelay.kept(tmp_path / "log", source)
-    os.write(into, b"".join([b"step 1 loss nan\n", *(b"record %d\n" % number for number in range(4000))]))
-    first, *others = [line.text for line in relay.move(relay.streams[0])]
-    assert first == "step 1 loss nan" and others[-1] == "record 3999" and len(others) < 100
-    assert len((tmp_path / "log").read_text().splitlines()) == 4001
-    relay.close()
-    os.close(into)
 
 
 def test_a_second_run_with_the_same_log_folder_has_a_log_of_its_own(tmp_path: Path) -> None:
@@ -345,6 +341,7 @@ def test_a_command_may_remove_the_log(tmp_path: Path, status: int) -> None:
 def test_ranks_are_remembered_if_their_launcher_ends_while_they_are_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(supervision, "TICK_SECONDS", 0.05)
     start, shots = subprocess.Popen(["bash", "-c", "RANK=0 sleep 50 & wait"]), []
 
     def snapshot(tree: ProcessTree) -> Processes:
@@ -356,9 +353,9 @@ def test_ranks_are_remembered_if_their_launcher_ends_while_they_are_looked_for(
 
     original = ProcessTree.snapshot
     monkeypatch.setattr(ProcessTree, "snapshot", snapshot)
-    out, into = os.pipe()
-    os.close(into)
-    outcome = supervise(lambda: start, OutputRelay.kept(tmp_path / "log", out), (), print, tick=0.05)
+    relay = relay_of(tmp_path / "log")
+    relay.begun()
+    outcome = supervise(lambda: start, relay, (), print)
     (rank,) = outcome.left
     os.kill(rank, signal.SIGKILL)
 

@@ -24,9 +24,7 @@ from reshard.runs.guard.options import GuardOptions
 from reshard.runs.guard.screen import NOT_CHECKED_MARK, GuardScreen
 from reshard.runs.guard.supervise.node_meeting import NodeMeeting, first_to_fail, place_named
 from reshard.runs.guard.supervise.output_relay import OutputRelay
-from reshard.runs.guard.supervise.shell_terminal import ShellTerminal
-from reshard.runs.guard.supervise.start_signals import ignored_at_start
-from reshard.runs.guard.supervise.supervision import started, supervise
+from reshard.runs.guard.supervise.supervision import starter, supervise
 from reshard.runs.guard.watch.memory_watch import MemoryWatcher, oom_kills
 from reshard.runs.guard.watch.stack_signal import FOLDER_VARIABLE
 from reshard.runs.guard.watch.stacks import read_stack
@@ -64,14 +62,13 @@ def guarded(
         ) from error
     ran = _ran(command, checked, options, folder / LOG)
     starts = as_started(continuing(ran, options) or words, environment, here)
-    relay = OutputRelay.of(folder / LOG, stdout=stdout, terminal=ShellTerminal.of(starts, (stdout, 2)))
+    relay = OutputRelay.of(folder / LOG, stdout=stdout)
     screen = GuardScreen(relay, quiet=quiet)
     screen.print(f"output is kept in {folder / LOG}")
     environment[FOLDER_VARIABLE] = str(folder)
     watchers = watchers_of(options, folder, environment)
     kills = oom_kills()
-    start = partial(started, starts, environment, here, relay, ignored_at_start())
-    outcome = supervise(start, relay, watchers, screen.say)
+    outcome = supervise(starter(starts, environment, here, relay), relay, watchers, screen.say)
     try:
         ran = replace(ran, oom_kills=oom_kills() - kills, tracebacks=tuple(relay.tracebacks))
         report = ended(ran, outcome, options, screen.print)

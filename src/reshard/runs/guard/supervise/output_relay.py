@@ -3,7 +3,7 @@
 Each of stdout and stderr of the command is a pseudo-terminal if that of the guard is a terminal, else a pipe, and one
 for both if both are the same file. Nothing else is between the command and the terminal: standard input, session,
 process group and controlling terminal are those of the guard, so debuggers, password prompts, Ctrl-C and Ctrl-Z work
-as they do without it. An interactive shell is different (`shell_terminal.py`).
+as they do without it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ import select
 import termios
 import time
 import tty
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from reshard.runs.guard.supervise.line_sample import LineSample
-from reshard.runs.guard.supervise.shell_terminal import ShellTerminal
+from reshard.runs.guard.supervise.line_sample import LineSample, PrintedLine
 from reshard.runs.guard.watch.watcher import OutputLine
 
 MAX_LINE = 1 << 16
@@ -45,30 +43,29 @@ class OutputStream:
     source: int
     end: int
     """The command's end, which is closed here once the command has it."""
-    target: int | None
-    """Where it goes. None if it is only kept."""
+    target: int
     begun: bytes = b""
     """A line that has no end yet."""
-    state: bytes = b""
-    """The same since it was last redrawn."""
     seen: bytes = b""
-    """The state when `settled` was last called."""
-    told: bytes = b""
-    """The state that it has returned."""
+    """The state of this line at the last look."""
+    read_state: bytes = b""
+    """The state that watchers have read."""
     at_start: bool = True
     """Whether the last byte that was passed on ended a line."""
     unwritten: bytes | memoryview = b""
     """What the target does not take yet. Until it does, no more is read, so that the command waits as well."""
     error: OSError | None = None
     """Why the target takes nothing more."""
-    sample: LineSample = field(default_factory=LineSample)
+
+    @property
+    def state(self) -> bytes:
+        """What is left of the line without an end since it was last redrawn."""
+        return self.begun.rpartition(b"\r")[2]
 
     @property
     def awaited(self) -> tuple[int, int]:
         """A file descriptor, and the event of poll(2) after which the stream can go on."""
-        if self.unwritten and self.target is not None:
-            return self.target, select.POLLOUT
-        return self.source, select.POLLIN
+        return (self.target, select.POLLOUT) if self.unwritten else (self.source, select.POLLIN)
 
     @staticmethod
     def to(target: int, name: str) -> OutputStream:
@@ -85,7 +82,7 @@ class OutputStream:
     def resize(self) -> bool:
         """Give the command's end the size of the terminal. Returns whether it had another one."""
         with suppress(OSError):
-            size = fcntl.ioctl(2 if self.target is None else self.target, termios.TIOCGWINSZ, bytes(8))
+            size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, bytes(8))
             before = fcntl.ioctl(self.source, termios.TIOCGWINSZ, bytes(8))
             fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
             return size != before
@@ -114,8 +111,6 @@ class OutputStream:
 
     def pass_on(self, content: bytes = b"") -> bool:
         """Write to the target, as much as it takes now. Returns false once it takes no more at all."""
-        if self.target is None:
-            return True
         if content:
             self.at_start = content.endswith(b"\n")
             self.unwritten = memoryview(content)
@@ -142,27 +137,16 @@ class OutputRelay:
     _file: int
     tracebacks: list[int] = field(default_factory=list)
     """Where the first tracebacks are in the log, in bytes; of those that came at once, the first."""
-    terminal: ShellTerminal | None = None
-    """That of a command which is an interactive shell."""
+    _sample: LineSample = field(default_factory=LineSample)
 
     @staticmethod
-    def of(log: Path, *, stdout: int = 1, terminal: ShellTerminal | None = None) -> OutputRelay:
+    def of(log: Path, *, stdout: int = 1) -> OutputRelay:
         """A relay of the command's stdout to `stdout`, and of its stderr to that of this process."""
-        if terminal:
-            os.set_blocking(terminal.source, False)
-            stream = OutputStream("stdout", terminal.source, terminal.end, stdout)
-            stream.resize()
-            return OutputRelay(log, [stream], _appended(log), terminal=terminal)
         streams = [OutputStream.to(stdout, "stdout")]
         if not os.path.samestat(os.fstat(stdout), os.fstat(2)):
             streams.append(OutputStream.to(2, "stderr"))
-        return OutputRelay(log, streams, _appended(log))
-
-    @staticmethod
-    def kept(log: Path, source: int) -> OutputRelay:
-        """A relay of one pipe to nothing but the log."""
-        os.set_blocking(source, False)
-        return OutputRelay(log, [OutputStream("stdout", source, -1, None)], _appended(log))
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        return OutputRelay(log, streams, file)
 
     @property
     def at_start(self) -> bool:
@@ -188,27 +172,24 @@ class OutputRelay:
         """Give the command's ends the size of the terminal. Returns whether one had another."""
         return True in [stream.resize() for stream in self.streams]
 
-    def move(self, stream: OutputStream) -> list[OutputLine]:
-        """Pass on what there is. Returns the lines in it, and removes the stream at its end."""
+    def move(self, stream: OutputStream) -> None:
+        """Pass on what there is. Removes the stream at its end."""
         content = b"" if stream.unwritten else stream.read()
         if content is not None and stream.pass_on(content):
-            return self._lines(stream, content) if content else []
-        self.streams.remove(stream)
-        last = self._lines(stream, b"\n" if stream.begun else b"")
-        return last + _output_lines(stream, time.time(), stream.sample.waiting())
+            self._split(stream, content)
+        else:
+            self.streams.remove(stream)
+            self._split(stream, b"\n" if stream.begun else b"")
 
-    def settled(self) -> list[OutputLine]:
-        """Lines of a flood that have waited, and those without an end, such as progress bars, each once if they have
-        not changed since the last call."""
+    def lines(self) -> list[OutputLine]:
+        """The lines since the last call; one without an end, such as a progress bar, once it has not changed since."""
         now = time.time()
-        lines: list[OutputLine] = []
         for stream in self.streams:
-            lines += _output_lines(stream, now, stream.sample.waiting(time.monotonic()))
-            if stream.state == stream.seen != stream.told:
-                lines += _output_lines(stream, now, [stream.state])
-                stream.told = stream.state
+            if stream.state == stream.seen != stream.read_state:
+                self._sample.add(stream.name, now, [stream.state])
+                stream.read_state = stream.state
             stream.seen = stream.state
-        return lines
+        return list(map(_output_line, self._sample.taken()))
 
     def close(self) -> None:
         """Close what is open."""
@@ -216,17 +197,18 @@ class OutputRelay:
             stream.close()
         os.close(self._file)
 
-    def _lines(self, stream: OutputStream, content: bytes) -> list[OutputLine]:
-        """The lines that end in `content`."""
+    def _split(self, stream: OutputStream, content: bytes) -> None:
+        """Keep the lines that end in `content`. Each state of a line that redraws itself is one for watchers."""
+        if not content:
+            return
         now = time.time()
+        *states, _ = (stream.state + content).replace(b"\r", b"\n").split(b"\n")
+        self._sample.add(stream.name, now, states[1:] if states[:1] == [stream.read_state] else states)
+        stream.read_state = b""
         *whole, stream.begun = (stream.begun + content).split(b"\n")
         if len(stream.begun) > MAX_LINE:
             whole, stream.begun = [*whole, stream.begun], b""
         self._keep(stream, now, whole)
-        *states, stream.state = (stream.state[-MAX_LINE:] + content).replace(b"\r", b"\n").split(b"\n")
-        states = states[1:] if states[:1] == [stream.told] else states
-        stream.told = b""
-        return _output_lines(stream, now, stream.sample.chosen(time.monotonic(), states))
 
     def _keep(self, stream: OutputStream, now: float, whole: list[bytes]) -> None:
         """Write lines to the log. Of a line that redraws itself, it keeps the last state."""
@@ -257,10 +239,6 @@ def _is_writable(target: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _appended(log: Path) -> int:
-    return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z (?:stdout|stderr) F ", re.MULTILINE)
 
 
@@ -269,11 +247,7 @@ def without_times(log: str) -> str:
     return _STAMP.sub("", log)
 
 
-def _output_lines(stream: OutputStream, now: float, lines: Iterable[bytes]) -> list[OutputLine]:
-    return [_line(stream.name, now, line) for line in lines if line.strip()]
-
-
-def _line(stream: str, now: float, content: bytes) -> OutputLine:
-    text = content.decode("utf-8", "replace")
+def _output_line(line: PrintedLine) -> OutputLine:
+    text = line.text.decode("utf-8", "replace")
     rank = _RANK.match(text)
-    return OutputLine(now, stream, text, int(rank[1]) if rank else None)
+    return OutputLine(line.time, line.stream, text, int(rank[1]) if rank else None)

@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -39,20 +39,22 @@ SENTINEL_SECONDS = 0.2
 """Seconds in which the sentinel receives what was sent to the group."""
 
 
+def ignored_signals() -> set[int]:
+    """The signals that this process ignores, as it did when it was started: those of `nohup` and of `&` in a script."""
+    return {each for each in PASSED_SIGNALS if signal.getsignal(each) is signal.SIG_IGN}
+
+
 class PassedSignals:
     """A context in which signals do not end this process.
 
-    `descriptor` becomes readable when one has come, or when a child process has ended. `apart` is whether the command
-    has a session of its own, so that it receives no signal by itself, and those that are ignored here stay ignored.
-    Python handles signals in its main thread only: in others, none is seen.
+    `descriptor` becomes readable when one has come, or when a child process has ended. Python handles signals in its
+    main thread only: in others, none is seen.
     """
 
-    def __init__(self, numbers: Sequence[int] = PASSED_SIGNALS, *, apart: bool = False) -> None:
-        self._numbers = numbers
+    def __init__(self) -> None:
         self.first = 0
         """The first signal that came to end the run, 0 if none has."""
-        self._apart = apart
-        self._ignored: set[int] = set()
+        self._ignored = ignored_signals()
         self._is_main = threading.current_thread() is threading.main_thread()
         self._before: dict[int, Any] = {}
 
@@ -62,10 +64,8 @@ class PassedSignals:
             os.set_blocking(each, False)
         if not self._is_main:
             return self
-        self._sentinel, self._group = (0, -1) if self._apart else _sentinel(self._numbers)
-        self._ignored = {each for each in self._numbers if signal.getsignal(each) is signal.SIG_IGN}
-        handled = set(self._numbers) - (self._ignored if self._apart else set())
-        self._before = {each: signal.signal(each, _nothing) for each in (*handled, signal.SIGCHLD)}
+        self._sentinel, self._group = _sentinel()
+        self._before = {each: signal.signal(each, _nothing) for each in (*PASSED_SIGNALS, signal.SIGCHLD)}
         self._wakeup = signal.set_wakeup_fd(self._into, warn_on_full_buffer=False)
         return self
 
@@ -73,10 +73,6 @@ class PassedSignals:
         """The signals that have come since the last call."""
         with suppress(BlockingIOError):
             yield from os.read(self.descriptor, 256)
-
-    def wake(self) -> None:
-        """Make the descriptor readable."""
-        os.write(self._into, b"\0")
 
     def restore(self) -> None:
         """Handle signals as before; also in a forked process, which has its own."""
@@ -87,12 +83,10 @@ class PassedSignals:
 
     def to_pass(self, number: int) -> bool:
         """Whether a signal has to be passed on to the command."""
-        if number not in self._numbers:
+        if number not in PASSED_SIGNALS:
             return False
         if number in ENDING_SIGNALS and number not in self._ignored:
             self.first = self.first or number
-        if self._apart:
-            return True
         poll = select.poll()
         poll.register(self._group, select.POLLIN)
         while poll.poll(1000 * SENTINEL_SECONDS):
@@ -105,7 +99,7 @@ class PassedSignals:
     ) -> None:
         if self._before:
             signal.set_wakeup_fd(self._wakeup)
-        if self._is_main and not self._apart:
+        if self._is_main:
             os.kill(self._sentinel, signal.SIGKILL)
             os.waitpid(self._sentinel, 0)
             os.close(self._group)
@@ -128,17 +122,18 @@ def _nothing(number: int, frame: Any) -> None:
     """The handler: the number is in the pipe."""
 
 
-def _sentinel(numbers: Sequence[int]) -> tuple[int, int]:
+def _sentinel() -> tuple[int, int]:
     """Start the sentinel. Returns its process id, and a pipe with the signals that it receives, a byte for each."""
+    parent = os.getpid()
     out, into = os.pipe()
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_SIGNALS)
     child = os.fork()
     if not child:
-        end_with_parent()
+        end_with_parent(signal.SIGKILL, parent)
         os.closerange(0, into)  # what it held open would never end
         os.closerange(into + 1, os.sysconf("SC_OPEN_MAX"))
         while True:
-            os.write(into, bytes([signal.sigwait(numbers)]))
+            os.write(into, bytes([signal.sigwait(PASSED_SIGNALS)]))
     os.close(into)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return child, out

@@ -8,8 +8,8 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError
 from reshard.runs.guard.supervise.child_processes import end_with_parent
 from reshard.runs.guard.supervise.output_relay import OutputRelay, OutputStream
-from reshard.runs.guard.supervise.signal_passing import ENDING_SIGNALS, PASSED_SIGNALS, PassedSignals
+from reshard.runs.guard.supervise.signal_passing import PassedSignals, ignored_signals
 from reshard.runs.guard.watch.process_tree import Processes, ProcessTree
-from reshard.runs.guard.watch.watcher import Notice, OutputLine, Watcher
+from reshard.runs.guard.watch.watcher import Notice, Watcher
 
 TICK_SECONDS = 1.0
 """Seconds between two looks at the processes."""
@@ -43,8 +43,6 @@ class CommandOutcome:
     """Seconds since the epoch."""
     seconds: float = 0.0
     notices: list[Notice] = field(default_factory=list)
-    killed: bool = False
-    """Whether it was killed because it did not end in time."""
     left: tuple[int, ...] = ()
     """Ranks that are still alive, by process id."""
 
@@ -64,85 +62,59 @@ class CommandOutcome:
         }
 
 
-SignalPolicy = Callable[[int, "subprocess.Popen[bytes]"], float | None]
-"""Passes a signal on to a command. Returns after how many seconds the command is killed, None if never."""
-
-
-def pass_on(number: int, process: subprocess.Popen[bytes]) -> None:
-    """Send a signal to the command."""
-    process.send_signal(number)
-
-
 def supervise(
     start: Callable[[], subprocess.Popen[bytes]],
     relay: OutputRelay,
     watchers: Sequence[Watcher],
     say: Callable[[Notice], None],
-    *,
-    asked: SignalPolicy = pass_on,
-    apart: bool = False,
-    tick: float = TICK_SECONDS,
 ) -> CommandOutcome:
-    """Run a command to its end. `say` prints what watchers have to say.
-
-    `apart` is whether the command has a session of its own, and `tick` the time between two looks in seconds.
-    """
-    numbers = ENDING_SIGNALS if apart else PASSED_SIGNALS
-    terminal = relay.terminal or nullcontext()
-    with PassedSignals(numbers, apart=apart or relay.terminal is not None) as signals, terminal:
-        started = time.monotonic()
-        outcome = _Supervision(start(), relay, signals, watchers, say, asked, tick).follow()
-    outcome.seconds = time.monotonic() - started
+    """Run a command to its end. `say` prints what watchers have to say."""
+    with PassedSignals() as signals:
+        began = time.monotonic()
+        outcome = _Supervision(start(), relay, signals, watchers, say).follow()
+    outcome.seconds = time.monotonic() - began
     return outcome
 
 
-def started(
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    folder: Path,
-    relay: OutputRelay,
-    ignored: Collection[int] = (),
-) -> subprocess.Popen[bytes]:
-    """Start a command that ends with this process, with its output in a relay. Raises ReshardError if it cannot.
+def starter(
+    words: Sequence[str], environment: Mapping[str, str], folder: Path, relay: OutputRelay
+) -> Callable[[], subprocess.Popen[bytes]]:
+    """A function that starts a command which ends with this process, with its output in a relay.
 
-    It ignores the signals `ignored`, as it would if the shell had started it.
+    The command ignores the signals that are ignored now, as if its shell had started it. The function raises
+    ReshardError if the command cannot be started.
     """
     out, err = relay.ends
-    parent = os.getpid()
+    parent, ignored = os.getpid(), ignored_signals()
 
     def prepare() -> None:
         """In the command's process, before its program."""
         end_with_parent(signal.SIGTERM, parent)
-        if relay.terminal:
-            relay.terminal.control()
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
 
-    try:
-        process = subprocess.Popen(
-            words,
-            env=environment,
-            cwd=folder,
-            stdin=relay.terminal.end if relay.terminal else None,
-            stdout=out,
-            stderr=err,
-            close_fds=False,  # a shell's <(…) is a descriptor
-            preexec_fn=prepare,
-            start_new_session=relay.terminal is not None,
-        )
-    except OSError as error:
-        raise ReshardError([_not_started(words[0], error)]) from error
-    relay.begun()
-    return process
+    def start() -> subprocess.Popen[bytes]:
+        try:
+            process = subprocess.Popen(
+                words,
+                env=environment,
+                cwd=folder,
+                stdout=out,
+                stderr=err,
+                close_fds=False,  # a shell's <(…) is a descriptor
+                preexec_fn=prepare,
+            )
+        except OSError as error:
+            raise ReshardError(
+                "command-not-started",
+                "the command cannot be started",
+                found=f"{error.filename or words[0]}: {error.strerror}",
+                remedy="check its name, and that it is on PATH and executable",
+            ) from error
+        relay.begun()
+        return process
 
-
-def _not_started(word: str, error: OSError) -> Problem:
-    return Problem(
-        "command-not-started",
-        "the command cannot be started",
-        found=f"{error.filename or word}: {error.strerror}",
-        remedy="check its name, and that it is on PATH and executable",
-    )
+    return start
 
 
 def _not_passed_on(stream: str, error: OSError) -> Problem:
@@ -163,12 +135,10 @@ class _Supervision:
     signals: PassedSignals
     watchers: Sequence[Watcher]
     say: Callable[[Notice], None]
-    asked: SignalPolicy
-    every: float
     outcome: CommandOutcome = field(default_factory=CommandOutcome)
     processes: Processes = field(default_factory=dict)
     deadline: float | None = None
-    """When a command that was asked to end is killed, by the monotonic clock."""
+    """When a command that got SIGTERM is killed, by the monotonic clock."""
     lost: bool = False
     """Whether output was lost that somebody still wanted: alone, the command could not have ended well."""
 
@@ -176,15 +146,16 @@ class _Supervision:
         self.tree = ProcessTree(self.process.pid)
 
     def follow(self) -> CommandOutcome:
-        due = time.monotonic() + self.every
+        due = time.monotonic() + TICK_SECONDS
         while self.process.poll() is None:
             self._wait(due - time.monotonic())
             if time.monotonic() >= due:
                 self._tick()
-                due = time.monotonic() + self.every
+                due = time.monotonic() + TICK_SECONDS
         if self.outcome.stopped:
             self._end_left()
         self._drain()
+        self._read_lines()
         code = self.process.returncode
         self.outcome.status = (code if code >= 0 else 128 - code) or int(self.lost)
         self.outcome.signal = self.signals.first
@@ -200,65 +171,51 @@ class _Supervision:
         poll.register(self.signals.descriptor, select.POLLIN)
         for stream in streams.values():
             poll.register(*stream.awaited)
-        keys = self.relay.terminal
-        if keys:
-            poll.register(*keys.awaited)
         for descriptor, _ in poll.poll(1000 * max(seconds, 0)):
             if descriptor in streams:
                 self._move(streams[descriptor])
-            elif keys and descriptor == keys.awaited[0]:
-                keys.move()
             else:
-                self._hear()
+                self._receive_signals()
 
     def _move(self, stream: OutputStream) -> None:
-        self._look_at(self.relay.move(stream))
+        self.relay.move(stream)
         if stream not in self.relay.streams:
             stream.close()
             if stream.error:
                 self.lost = self.lost or stream.error.errno != errno.EPIPE
                 self.outcome.notices.append(Notice(_not_passed_on(stream.name, stream.error)))
 
-    def _look_at(self, lines: Iterable[OutputLine]) -> None:
-        for line in lines:
+    def _read_lines(self) -> None:
+        for line in self.relay.lines():
             for watcher in self.watchers:
-                self._tell(watcher.line(line))
+                self._report(watcher.line(line))
 
-    def _hear(self) -> None:
+    def _receive_signals(self) -> None:
         for number in self.signals.come():
             resized = number == signal.SIGWINCH and self.relay.resize()
-            if resized and self.relay.terminal:
-                continue  # the kernel sends it to those whose terminal that is
             if self.signals.to_pass(number):
-                self._end_in(self.asked(number, self.process))
+                self.process.send_signal(number)
             elif resized:  # the command may have asked for its size before that
                 os.killpg(0, number)
 
-    def _end_in(self, seconds: float | None) -> None:
-        if seconds is not None:
-            until = time.monotonic() + seconds
-            self.deadline = until if self.deadline is None else min(until, self.deadline)
-
     def _tick(self) -> None:
-        self._look_at(self.relay.settled())
+        self._read_lines()
         processes = self.tree.snapshot()
         if self.process.poll() is not None:
             return  # what it has left behind is no longer below it: the snapshot before shows more
         self.processes = processes
         for watcher in self.watchers:
-            self._tell(watcher.tick(time.time(), self.processes))
+            self._report(watcher.tick(time.time(), self.processes))
         if self.deadline is not None and time.monotonic() > self.deadline:
-            self.outcome.killed = True
             self._send(signal.SIGKILL)
 
-    def _tell(self, notices: Iterable[Notice]) -> None:
+    def _report(self, notices: Iterable[Notice]) -> None:
         for notice in notices:
             self.outcome.notices.append(notice)
             self.say(notice)
             if notice.stop and self.deadline is None:
-                self._end_in(TERM_SECONDS)
-                # An interactive shell ignores SIGTERM.
-                self.process.send_signal(signal.SIGHUP if self.relay.terminal else signal.SIGTERM)
+                self.deadline = time.monotonic() + TERM_SECONDS
+                self.process.send_signal(signal.SIGTERM)
 
     def _end_left(self) -> None:
         """End what outlives a launcher that the guard has ended: those of DeepSpeed and LLaMA-Factory do not wait."""
@@ -281,7 +238,6 @@ class _Supervision:
                 deadline = time.monotonic() + LAST_OUTPUT_SECONDS
         if self.relay.streams and not os.fork():
             self.signals.restore()
-            self.watchers, self.relay.terminal = (), None
             while self.relay.streams:
                 self._wait(TICK_SECONDS)
             os._exit(0)
