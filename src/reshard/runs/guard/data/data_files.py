@@ -14,7 +14,6 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.plain_json import json_of
 from reshard.runs.guard.data.record_faults import faults
-from reshard.runs.guard.data.record_images import misplaced, unreadable
 from reshard.runs.guard.data.records import is_rewritten, record_kind, shapes_of, standard
 
 DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
@@ -67,9 +66,9 @@ def check_records(path: Path, method: str) -> Counter[str]:
     Raises ReshardError with all faulty records, by file and line; of many that are alike, the first ones are named.
     """
     faulty, checker, count = _Faulty(), _RecordChecker(method), 0
-    for folder, where, row in _rows(path):
+    for where, row in _rows(path):
         count += 1
-        faulty.add(where, [row] if isinstance(row, Problem) else checker.problems(row, folder, where))
+        faulty.add(where, [row] if isinstance(row, Problem) else checker.problems(row, where))
     if not count:
         raise ReshardError(
             "data-empty", "the data is empty", file=str(path), found="no records", remedy="check the path"
@@ -86,8 +85,8 @@ class _RecordChecker:
     shapes: Counter[str] = field(default_factory=Counter)
     first: tuple[str, str] | None = None
 
-    def problems(self, row: Any, folder: Path, where: str) -> list[Problem]:
-        """The problems of a record in a file of `folder`."""
+    def problems(self, row: Any, where: str) -> list[Problem]:
+        """The problems of a record."""
         if not self.method:
             return []
         if problems := list(faults(row, self.method)):
@@ -99,8 +98,7 @@ class _RecordChecker:
         self.shapes[REWRITTEN] += is_rewritten(row, clean)
         kind = record_kind(clean)
         self.first = self.first or (kind, where)
-        mixed = [] if kind == self.first[0] else [_mixed(kind, *self.first)]
-        return [*misplaced(row, clean), *unreadable(clean, folder), *mixed]
+        return [] if kind == self.first[0] else [_mixed(kind, *self.first)]
 
 
 @dataclass
@@ -136,11 +134,10 @@ def _mixed(kind: str, expected: str, where: str) -> Problem:
     )
 
 
-def _rows(path: Path) -> Iterator[tuple[Path, str, Any]]:
-    """Each record with the folder of its file and its place; a Problem if it cannot be read."""
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each record with its place; a Problem if it cannot be read."""
     for file in files_of(path):
-        rows = _parquet(file) if file.suffix.lower() == ".parquet" else _json(file)
-        yield from ((file.parent, where, row) for where, row in rows)
+        yield from _parquet(file) if file.suffix.lower() == ".parquet" else _json(file)
 
 
 _AGAIN = "copy or download it again"

@@ -59,7 +59,7 @@ def _of_shape(row: DataRow, method: str, shape: str) -> Iterator[Problem]:
     if shape == "tokens":
         yield from pretokenized.faults(clean)
         return
-    yield from record_images.faults(clean, method)
+    yield from record_images.faults(row, clean, method)
     yield from _of_besides(clean)
     columns = ("messages",) if shape in CHAT_SHAPES else RECORD_SHAPES[shape]
     wrong = [each for column in columns for each in _of_column(column, clean[column])]
