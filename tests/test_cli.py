@@ -56,7 +56,7 @@ BESIDES = {
     "--vocab-divisible-by --transformer-impl --memory --workers --on --dry-run --overwrite --no-tokenizer --strip "
     "--verify --no-resume --no-sync --strict --no-checksum --push-to-hub --private --quiet --debug",
     "verify": "--html --memory --quiet --debug",
-    "guard": "--on-stall --nan-steps --output --log --merge --base --overwrite --requeue --meet --quiet --debug",
+    "guard": "--on-stall --nan-steps --output --log --merge --base --overwrite --requeue --quiet --debug",
     "train": "--eval-data --engine --merge --nnodes --tp --pp --ep --gpus --overwrite --debug",
     "doctor": "--quiet --debug",
     "mcp": "--debug",

@@ -95,7 +95,6 @@ WRONG = {
     "program-not-found": ("", "torchrn --nproc-per-node 2 train.py", "did you mean torchrun?"),
     "value-invalid": ("--stall 0", "python train.py", "a duration of at least 1s"),
     "output-below-a-file": ("--output a-file", "python train.py", "--output a-file"),
-    "meeting-place-wrong": ("--meet node0:port", "python train.py", "node0:port"),
     "final-in-use": (
         "--final model",
         "python train.py --model_name_or_path ./model",

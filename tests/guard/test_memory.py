@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from reshard.runs.guard.watch.memory_watch import MemoryWatcher, free_memory
-from reshard.runs.guard.watch.process_tree import Process, ProcessTree
-from reshard.runs.guard.watch.watcher import Notice
+from reshard.runs.guard.watch.process_tree import Process
 
 MIB = 1 << 20
 
@@ -66,7 +62,7 @@ def test_a_container(tmp_path: Path, groups: str, folder: str, unified: bool) ->
         tmp_path / folder / "box", "max" if unified else str((1 << 63) - 4096), 90 * MIB, 0, unified=unified
     )
     one = process(tmp_path, 7, groups)
-    watcher = MemoryWatcher(tmp_path, gpus=False)
+    watcher = MemoryWatcher(tmp_path)
     assert list(watcher.tick(10, {7: one})) == []
     current = "memory.current" if unified else "memory.usage_in_bytes"
     (tmp_path / folder / current).write_text(str(107 * MIB))
@@ -81,40 +77,9 @@ def test_a_container(tmp_path: Path, groups: str, folder: str, unified: bool) ->
 
 def test_it_warns_again_at_each_half(tmp_path: Path) -> None:
     one = process(tmp_path, 7, "0::/\n")
-    watcher = MemoryWatcher(tmp_path, gpus=False)
+    watcher = MemoryWatcher(tmp_path)
     said = []
     for n, available in enumerate((60, 45, 40, 30, 22, 20, 60, 11, 10)):
         machine(tmp_path, available)
         said += [available for _ in watcher.tick(10.0 * n + 10, {7: one})]
     assert said == [45, 22, 11]
-
-
-def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command is stood in for, as no GPU is here; the lines are in the format of nvidia-smi 550."""
-    command = tmp_path / "nvidia-smi"
-    command.write_text("#!/bin/sh\nprintf '0, 40000, 81559\\n1, 80000, 81559\\n2, [N/A], [N/A]\\n'\n")
-    command.chmod(command.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    watcher = MemoryWatcher(gpus=True)
-    said: list[Notice] = []
-    deadline, n = time.monotonic() + 60, 0
-    while n < 30 or (not said and time.monotonic() < deadline):
-        said += watcher.tick(100 + 10 * n, {})
-        time.sleep(0.02)
-        n += 1
-    (notice,) = said
-    assert (
-        notice.problem.code == "gpu-memory-nearly-full"
-        and notice.problem.found == "GPU 1: 83.9 GB of 85.5 GB"
-    )
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert list(MemoryWatcher()._full_gpus("1, 80000, 81559\n")) == []
-
-
-def test_without_gpus_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    watcher = MemoryWatcher()
-    with subprocess.Popen(["/bin/sleep", "60"]) as lone:
-        tree = ProcessTree(lone.pid)
-        assert list(watcher.tick(100, tree.snapshot())) == [] and len(tree.snapshot()) == 1
-        lone.kill()

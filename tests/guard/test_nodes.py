@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -19,29 +18,27 @@ def port() -> int:
         return int(server.getsockname()[1])
 
 
-def exchanged(place: Path | tuple[str, int], count: int, present: int) -> list[list[str]]:
+def exchanged(port: int, count: int, present: int) -> list[list[str]]:
     def take_part(node: int) -> list[str]:
-        said = NodeMeeting(node, count, place).exchange({"who": f"rank {node}"})
+        said = NodeMeeting(node, count, ("127.0.0.1", port)).exchange({"who": f"rank {node}"})
         return [f"{each['node']}: {each['who']}" for each in said]
 
     with ThreadPoolExecutor() as threads:
         return list(threads.map(take_part, reversed(range(present))))
 
 
-@pytest.mark.parametrize("in_folder", [True, False])
-def test_all_learn_the_same(in_folder: bool, tmp_path: Path, port: int) -> None:
+def test_all_learn_the_same(port: int) -> None:
     everybody = [f"{node}: rank {node}" for node in range(3)]
-    assert exchanged(tmp_path / "shared" if in_folder else ("127.0.0.1", port), 3, 3) == [everybody] * 3
+    assert exchanged(port, 3, 3) == [everybody] * 3
 
 
-@pytest.mark.parametrize("in_folder", [True, False])
 @pytest.mark.thorough
 def test_a_node_that_does_not_come_is_not_waited_for_longer_than_the_others_need(
-    in_folder: bool, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+    port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_meeting, "WAIT_SECONDS", 2.0)
     here = [f"{node}: rank {node}" for node in range(2)]
-    assert exchanged(tmp_path if in_folder else ("127.0.0.1", port), 3, 2) == [here] * 2
+    assert exchanged(port, 3, 2) == [here] * 2
 
 
 @pytest.mark.thorough

@@ -26,26 +26,23 @@ for step in range(3):
 
 
 @pytest.mark.parametrize(
-    ("how", "ranks", "shown", "in_folder"),
+    ("how", "ranks", "shown"),
     [
-        ("raise", 1, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 4x2)", False),
-        ("kill", 2, "killed by SIGKILL: by the out-of-memory killer, a scheduler or a person", True),
+        ("raise", 1, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 4x2)"),
+        ("kill", 2, "killed by SIGKILL: by the out-of-memory killer, a scheduler or a person"),
     ],
 )
 @pytest.mark.thorough
-def test_both_nodes_name_the_rank_that_failed_first(
-    how: str, ranks: int, shown: str, in_folder: bool, tmp_path: Path
-) -> None:
+def test_both_nodes_name_the_rank_that_failed_first(how: str, ranks: int, shown: str, tmp_path: Path) -> None:
     """It is the first of `ranks` on the second node."""
     (tmp_path / "train.py").write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    meet = ["--meet", str(tmp_path / "shared")] if in_folder else []
     guards = []
     for node in ("0", "1"):
         torchrun = [str(HERE / "torchrun"), "--nnodes=2", "--node-rank", node, f"--nproc-per-node={ranks}"]
         address = ["--master-addr=127.0.0.1", "--master-port", port, "--local-addr=127.0.0.1"]
-        guard = [str(HERE / "reshard"), "guard", "--log", f"log-{node}", *meet, "--"]
+        guard = [str(HERE / "reshard"), "guard", "--log", f"log-{node}", "--"]
         guards.append(
             subprocess.Popen(
                 [*guard, *torchrun, *address, "train.py", how, str(ranks)],

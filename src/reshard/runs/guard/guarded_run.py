@@ -22,7 +22,7 @@ from reshard.runs.guard.before.resources import models_of
 from reshard.runs.guard.end.end_report import EndedCommand, EndReport, continuing, ended
 from reshard.runs.guard.options import GuardOptions
 from reshard.runs.guard.screen import NOT_CHECKED_MARK, GuardScreen
-from reshard.runs.guard.supervise.node_meeting import NodeMeeting, first_to_fail, place_named
+from reshard.runs.guard.supervise.node_meeting import NodeMeeting, first_to_fail
 from reshard.runs.guard.supervise.output_relay import OutputRelay
 from reshard.runs.guard.supervise.supervision import starter, supervise
 from reshard.runs.guard.watch.memory_watch import MemoryWatcher, oom_kills
@@ -66,13 +66,13 @@ def guarded(
     screen = GuardScreen(relay, quiet=quiet)
     screen.print(f"output is kept in {folder / LOG}")
     environment[FOLDER_VARIABLE] = str(folder)
-    watchers = watchers_of(options, folder, environment)
+    watchers = watchers_of(options, folder)
     kills = oom_kills()
     outcome = supervise(starter(starts, environment, here, relay), relay, watchers, screen.say)
     try:
         ran = replace(ran, oom_kills=oom_kills() - kills, tracebacks=tuple(relay.tracebacks))
         report = ended(ran, outcome, options, screen.print)
-        report = _among_nodes(report, command, options, screen)
+        report = _among_nodes(report, command, screen)
     except KeyboardInterrupt:
         if not outcome.status:
             raise
@@ -115,21 +115,17 @@ def _ran(command: TrainingCommand, checked: Checked, options: GuardOptions, log:
     )
 
 
-def _among_nodes(
-    report: EndReport, command: TrainingCommand, options: GuardOptions, screen: GuardScreen
-) -> EndReport:
+def _among_nodes(report: EndReport, command: TrainingCommand, screen: GuardScreen) -> EndReport:
     """The report, with what another node says if the run failed there first."""
-    place = place_named(options.meet) if options.meet else command.rendezvous
-    if command.nodes == 1 or place is None or report.failure is None:
+    if command.nodes == 1 or command.rendezvous is None or report.failure is None:
         return report
     screen.print("waiting for the guards of the other nodes")
-    first = first_to_fail(
-        NodeMeeting(command.node_rank, command.nodes, place).exchange(report.summary_for_nodes())
-    )
+    meeting = NodeMeeting(command.node_rank, command.nodes, command.rendezvous)
+    first = first_to_fail(meeting.exchange(report.summary_for_nodes()))
     return report if first["node"] == command.node_rank else replace(report, elsewhere=first)
 
 
-def watchers_of(options: GuardOptions, folder: Path, environment: dict[str, str]) -> list[Watcher]:
+def watchers_of(options: GuardOptions, folder: Path) -> list[Watcher]:
     """The watchers of a run. `folder` is where its scripts announce themselves."""
     progress = TrainerProgress(options.nan_steps)
     stall = StallWatcher(
@@ -137,7 +133,6 @@ def watchers_of(options: GuardOptions, folder: Path, environment: dict[str, str]
         partial(read_stack, folder=folder),
         StallLimits(startup=options.startup, stall=options.stall),
         stop=options.on_stall == "stop",
-        environment=environment,
     )
     return [progress, stall, MemoryWatcher()]
 

@@ -47,9 +47,3 @@ class GuardOptions:
     requeue: Annotated[
         int, About("In a Slurm job, requeue it up to N times, and continue from the last checkpoint.", "N")
     ] = 0
-    meet: Annotated[
-        str | None,
-        About(
-            "Where guards of several nodes meet: a shared folder, or HOST:PORT of the first node.", "PLACE"
-        ),
-    ] = None

@@ -42,7 +42,7 @@ _OF_PDM = frozenset(
 )
 _OF_GUARD = frozenset(
     ("--startup", "--stall", "--on-stall", "--nan-steps", "--output", "--log", "--final", "--base")
-) | {"--requeue", "--meet"}
+) | {"--requeue"}
 _EACH = (
     Wrapper(
         "uv",

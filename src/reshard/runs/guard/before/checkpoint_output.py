@@ -10,18 +10,14 @@ from reshard.base.errors import Problem, listed
 from reshard.runs.checks.command.read_command import TrainingCommand
 from reshard.runs.guard.before.resources import models_of
 from reshard.runs.guard.options import GuardOptions
-from reshard.runs.guard.supervise.node_meeting import place_named
 
 
 def of_options(options: GuardOptions, command: TrainingCommand) -> Iterator[Problem]:
     """Problems of the folders that the guard's own options name."""
-    meeting = place_named(options.meet) if options.meet else None
-    final = options.final.absolute().parent if options.final else None
-    named = {"--output": options.output, "--final": final, "--meet": meeting}
-    for option, place in named.items():
-        if isinstance(place, Path):
-            yield from unwritable(place, option, is_folder=True)
+    if options.output:
+        yield from unwritable(options.output, "--output", is_folder=True)
     if options.final:
+        yield from unwritable(options.final.absolute().parent, "--final", is_folder=True)
         yield from _taken(options.final, command, overwrite=options.overwrite)
     else:
         yield from _needs_final(options)

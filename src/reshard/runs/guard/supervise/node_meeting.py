@@ -1,10 +1,7 @@
 """Guards of several nodes tell each other how their part of the run ended, so that the cause is named once.
 
-They meet when their commands have ended: in a shared folder, or at the address where the ranks met before, whose port
-is free again then. Node 0 collects what the others say and sends all of it to each of them.
-
-Before a run of train, its other nodes wait for node 0, which checks it first, at the same address. While node 0 checks,
-nothing listens there; then either torch's store does, which sends nothing unasked, or a server that sends the refusal.
+They meet when their commands have ended, at the address where the ranks met before, whose port is free again then.
+Node 0 collects what the others say and sends all of it to each of them.
 """
 
 from __future__ import annotations
@@ -16,10 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import ReshardError
 from reshard.base.plain_json import json_of
 
 NodeMessage = Mapping[str, Any]
@@ -30,25 +25,6 @@ RETRY_SECONDS = 0.2
 """Seconds between two attempts."""
 MAX_MESSAGE = 1 << 16
 """Maximum length of a message in bytes."""
-REFUSAL_PREFIX = b"reshard refuses: "
-CHECK_SECONDS = 1800.0
-"""Seconds that node 0 may take for its checks: it reads all data."""
-
-
-def place_named(text: str) -> Path | tuple[str, int]:
-    """The place that --meet names: HOST:PORT, or else a folder. Raises ReshardError if it is neither."""
-    host, colon, port = text.rpartition(":")
-    if not colon or "/" in text:
-        return Path(text)
-    if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise ReshardError(
-            "meeting-place-wrong",
-            "--meet names neither a folder nor an address",
-            expected="a shared folder, or HOST:PORT of the first node",
-            found=text,
-            remedy="correct it, for example: --meet /shared/run1, or --meet node0:29500",
-        )
-    return host.strip("[]"), int(port)
 
 
 def first_to_fail(said: Sequence[NodeMessage]) -> NodeMessage:
@@ -58,68 +34,50 @@ def first_to_fail(said: Sequence[NodeMessage]) -> NodeMessage:
 
 @dataclass(frozen=True)
 class NodeMeeting:
-    """Where the guards of `nodes` nodes meet: a folder, or a host and a port. This one is on node `node`."""
+    """Where the guards of `nodes` nodes meet: a host and a port. This one is on node `node`."""
 
     node: int
     nodes: int
-    place: Path | tuple[str, int]
+    address: tuple[str, int]
 
-    def exchange(self, told: NodeMessage) -> list[NodeMessage]:
+    def exchange(self, summary: NodeMessage) -> list[NodeMessage]:
         """What the guards of all nodes say, by node; of those that do not come in time, nothing."""
-        said = json.dumps({**told, "node": self.node})[:MAX_MESSAGE].encode() + b"\n"
-        if isinstance(self.place, Path):
-            found = self._in_folder(self.place, said)
-        else:
-            found = self._collect(self.place[1], said) if self.node == 0 else self._send(*self.place, said)
-        own = [each for each in found if each.get("node") == self.node] or [json_of(said)]
-        others = (each for each in found if each.get("node") != self.node)
-        return sorted([*own, *others], key=lambda each: each["node"])
+        own = json.dumps({**summary, "node": self.node})[:MAX_MESSAGE].encode() + b"\n"
+        lines = self._collect(own) if self.node == 0 else self._send(own)
+        messages = {each["node"]: each for each in _messages(own + lines)}
+        return [messages[node] for node in sorted(messages)]
 
-    def _in_folder(self, folder: Path, said: bytes) -> list[NodeMessage]:
-        """By a file of each node."""
-        folder.mkdir(parents=True, exist_ok=True)
-        own = folder / f".guard-node-{self.node}.json"
-        partial = own.with_suffix(".partial")
-        partial.write_bytes(said)
-        partial.replace(own)
-        deadline, since = time.monotonic() + WAIT_SECONDS, time.time() - WAIT_SECONDS
-        while True:
-            files = [each for each in folder.glob(".guard-node-*.json") if each.stat().st_mtime > since]
-            if len(files) >= self.nodes or time.monotonic() > deadline:
-                return list(_messages(b"".join(each.read_bytes() for each in files)))
-            time.sleep(RETRY_SECONDS)
-
-    def _collect(self, port: int, said: bytes) -> list[NodeMessage]:
-        """On node 0: listen, and answer with everything that was said."""
-        deadline, heard = time.monotonic() + WAIT_SECONDS, [said]
+    def _collect(self, own: bytes) -> bytes:
+        """On node 0: the messages of all nodes, which every one of them gets."""
+        deadline, received = time.monotonic() + WAIT_SECONDS, [own]
         with ExitStack() as open_here:
-            server = _serve(port, deadline)
+            server = _serve(self.address[1], deadline)
             if server is None:
-                return []
+                return b""
             open_here.enter_context(server)
             guests: list[socket.socket] = []
-            while len(heard) < self.nodes and time.monotonic() < deadline:
+            while len(received) < self.nodes and time.monotonic() < deadline:
                 with suppress(OSError):
                     server.settimeout(max(deadline - time.monotonic(), RETRY_SECONDS))
                     guest, _ = server.accept()
                     guests.append(open_here.enter_context(guest))
-                    heard += [line] if any(_messages(line := _line(guest))) else []
+                    received += [line] if any(_messages(line := _line(guest))) else []
             for guest in guests:
                 with suppress(OSError):
-                    guest.sendall(b"".join(heard))
-        return list(_messages(b"".join(heard)))
+                    guest.sendall(b"".join(received))
+        return b"".join(received)
 
-    def _send(self, host: str, port: int, said: bytes) -> list[NodeMessage]:
-        """On other nodes: tell node 0, and read its answer."""
+    def _send(self, own: bytes) -> bytes:
+        """On other nodes: send the message to node 0, which answers with those of all nodes."""
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
-            with suppress(OSError), socket.create_connection((host, port), RETRY_SECONDS * 5) as guest:
-                guest.sendall(said)
+            with suppress(OSError), socket.create_connection(self.address, RETRY_SECONDS * 5) as guest:
+                guest.sendall(own)
                 guest.settimeout(WAIT_SECONDS + RETRY_SECONDS)
                 if answer := b"".join(iter(partial(guest.recv, MAX_MESSAGE), b"")):
-                    return list(_messages(answer))
+                    return answer
             time.sleep(RETRY_SECONDS)
-        return []
+        return b""
 
 
 def _serve(port: int, deadline: float) -> socket.socket | None:

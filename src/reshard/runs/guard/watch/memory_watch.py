@@ -1,14 +1,11 @@
-"""Warnings before memory runs out: of the control group or machine that a run is in, and of its GPUs."""
+"""Warnings before the memory of the control group or machine that a run is in runs out."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,14 +15,10 @@ from reshard.runs.guard.watch.watcher import Notice, Watcher
 
 _NEARLY = 0.05
 """Share of free memory below which to warn, and again at each half of it."""
-_GPU_NEARLY = 0.97
-"""Share of used GPU memory from which to warn."""
 _EVERY = 5.0
 """Seconds between two looks at memory."""
-_GPU_EVERY = 30.0
 _SHOWN = 3
 """Processes that a warning names."""
-_SMI = ("--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits")
 
 
 class FreeMemory(NamedTuple):
@@ -99,15 +92,11 @@ class MemoryWatcher(Watcher):
     """A Watcher of free memory."""
 
     root: Path = Path("/")
-    gpus: bool = True
     _looked: float = 0.0
-    _gpu_looked: float = 0.0
     _worst: float = 1.0
     """The share of free memory of the last warning."""
     _before: tuple[float, int] = (0.0, 0)
     """When memory was last looked at, and what was free."""
-    _smi: subprocess.Popen[str] | None = None
-    _full: set[str] = field(default_factory=set)
 
     def tick(self, now: float, processes: Processes) -> Iterator[Notice]:
         """Look at the memory of the largest process, where the others usually are, too."""
@@ -118,8 +107,6 @@ class MemoryWatcher(Watcher):
                 free_memory(largest[0].pid, self.root), key=lambda room: room.free / room.total, default=None
             )
             yield from self._check(now, tightest, largest) if tightest else ()
-        if self.gpus:
-            yield from self._check_gpus(now)
 
     def _check(self, now: float, room: FreeMemory, largest: list[Process]) -> Iterator[Notice]:
         (before, free), self._before = self._before, (now, room.free)
@@ -139,50 +126,6 @@ class MemoryWatcher(Watcher):
             ),
             lines=tuple(map(_named, largest[:_SHOWN])),
         )
-
-    def _check_gpus(self, now: float) -> Iterator[Notice]:
-        """Ask nvidia-smi in the background: with many GPUs it takes seconds."""
-        if self._smi is not None and self._smi.poll() is not None:
-            shown = self._smi.communicate()[0]
-            self._smi = None
-            yield from self._full_gpus(shown)
-        if (
-            self._smi is None
-            and now - self._gpu_looked >= _GPU_EVERY
-            and (command := shutil.which("nvidia-smi"))
-        ):
-            self._gpu_looked = now
-            with suppress(OSError):
-                self._smi = subprocess.Popen(
-                    [command, *_SMI],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                )
-
-    def _full_gpus(self, shown: str) -> Iterator[Notice]:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        full = []
-        for row in shown.splitlines():
-            index, used, total = (
-                [part.strip() for part in row.split(",")] if row.count(",") == 2 else ("", "", "")
-            )
-            is_full = used.isdecimal() and total.isdecimal() and int(used) >= _GPU_NEARLY * int(total)
-            if is_full and index not in self._full and (index in visible or not visible[0].isdecimal()):
-                full.append(f"GPU {index}: {size(int(used) << 20)} of {size(int(total) << 20)}")
-                self._full.add(index)
-        if full:
-            yield Notice(
-                Problem(
-                    "gpu-memory-nearly-full",
-                    "GPU memory is nearly full",
-                    found="; ".join(full),
-                    rule="PyTorch keeps freed memory for itself, so a full GPU is no error before a longer batch",
-                    remedy="if the run ends out of memory, use a smaller batch or shorter sequences",
-                    severity="warning",
-                )
-            )
 
 
 def _named(process: Process) -> str:
