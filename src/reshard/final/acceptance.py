@@ -14,18 +14,13 @@ from typing import Any
 from reshard import adapters
 from reshard.adapters.adapter import LowRankPair
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.families.config_map import portable_config
 from reshard.families.outer_model import language_config
 from reshard.folders.companions import CONFIG, find_companions, read_object
 from reshard.formats import open_checkpoint
-from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.peft import ADAPTER_CONFIG
 from reshard.model.described_checkpoint import describe
 from reshard.model.model_heads import resolve_if_declared
-from reshard.stores.hub import name_of
 from reshard.transfer.source_files import Sources
-
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -100,16 +95,12 @@ def checks_of(folder: Path, origin: Origin) -> Iterator[CheckResult]:
     """The checks of a folder with a model, or with an adapter."""
     if (folder / ADAPTER_CONFIG).is_file():
         yield checked("adapter fits its base", lambda: _fits(folder, origin))
-        yield checked("adapter config", lambda: _adapter_config(folder, origin))
         yield from _texts(folder, origin)
         return
     yield checked("loads strictly", lambda: _loads(folder, origin))
-    yield checked("config", lambda: _config(folder))
-    yield checked("tied head", lambda: _head(folder))
     yield from _texts(folder, origin)
     if origin.base is None:
         yield CheckResult("compared with the base", f"not checked: {NO_BASE}", checked=False)
-    yield _by_transformers("generation config", lambda: _generation(folder))
 
 
 def _texts(folder: Path, origin: Origin) -> Iterator[CheckResult]:
@@ -143,57 +134,6 @@ def _loads(folder: Path, origin: Origin) -> str:
 
     assert_loads(folder)
     return f"{count} tensors, none missing and none left over, by transformers {version('transformers')}"
-
-
-def _config(folder: Path) -> str:
-    """Check that the config agrees with the weights, and has the keys that older readers expect."""
-    config = read_object(folder / CONFIG, Sources())
-    checkpoint = open_checkpoint(folder)
-    model = resolve_if_declared(describe(checkpoint)).model
-    dtype = _main_dtype(checkpoint)
-    expected = portable_config(config, dtype, model.family.config if model else None)
-    problems = [
-        Problem(
-            "config-not-portable",
-            "the config is wrong or incomplete for some version of transformers",
-            tensor=name,
-            file=str(folder / CONFIG),
-            expected=repr(value),
-            found=repr(config.get(name)),
-            remedy="convert the checkpoint again",
-        )
-        for name, value in expected.items()
-        if config.get(name) != value
-    ]
-    if problems:
-        raise ReshardError(problems)
-    return f"{dtype}, use_cache, keys of transformers 4 and 5"
-
-
-def _main_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype with the most bytes."""
-    counted: dict[str, int] = {}
-    for tensor in checkpoint.tensors.values():
-        counted[tensor.dtype.name] = counted.get(tensor.dtype.name, 0) + tensor.nbytes
-    return max(counted, key=lambda name: counted[name])
-
-
-def _head(folder: Path) -> str:
-    tensors = open_checkpoint(folder).tensors
-    if HEAD not in tensors and EMBEDDING not in tensors:
-        raise NotChecked(f"no tensor is called {HEAD} or {EMBEDDING}")
-    if not read_object(folder / CONFIG, Sources()).get("tie_word_embeddings"):
-        return "not tied"
-    if HEAD in tensors and EMBEDDING in tensors:
-        raise ReshardError(
-            "tied-head-stored",
-            "a tied head is stored in addition to the embedding",
-            tensor=HEAD,
-            file=str(folder),
-            rule="tie_word_embeddings is true",
-            remedy="convert the checkpoint again",
-        )
-    return "tied, stored once"
 
 
 def _tokenizer(folder: Path, origin: Origin) -> str:
@@ -297,38 +237,6 @@ def _template(folder: Path, origin: Origin) -> str:
     return "as in the base" if ours == theirs else "of its own"
 
 
-def _generation(folder: Path) -> str:
-    """Check that it loads, and that its token ids are in the vocabulary."""
-    from transformers import GenerationConfig
-
-    if not (folder / "generation_config.json").is_file():
-        raise NotChecked("there is none: transformers makes it from the config")
-    try:
-        config = GenerationConfig.from_pretrained(folder)
-    except Exception as error:
-        raise ReshardError(
-            "generation-config-not-loadable",
-            "transformers does not load the generation config",
-            file=str(folder / "generation_config.json"),
-            found=f"{type(error).__name__}: {error}",
-            remedy="fix it in the checkpoint, and convert it again",
-        ) from error
-    rows = _rows(folder)
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    tokens = (*ends, config.pad_token_id, config.bos_token_id)
-    beyond = [token for token in tokens if token is not None and rows is not None and token >= rows]
-    if beyond:
-        raise ReshardError(
-            "generation-config-tokens-unknown",
-            "the generation config names tokens that do not exist",
-            file=str(folder / "generation_config.json"),
-            expected=f"ids below {rows}",
-            found=", ".join(map(str, beyond)),
-            remedy="fix it in the checkpoint, and convert it again",
-        )
-    return "loads, its tokens are in the vocabulary"
-
-
 def _fits(folder: Path, origin: Origin) -> str:
     """Check that every lora_A and lora_B is complete and has the shape that its linear layer needs."""
     adapter = adapters.find(open_checkpoint(folder))
@@ -368,19 +276,3 @@ def _misshapen(module: str, pair: LowRankPair, shape: tuple[int, ...], folder: P
                 found=str(list(found)),
                 remedy="it was saved while it was sharded: convert another checkpoint",
             )
-
-
-def _adapter_config(folder: Path, origin: Origin) -> str:
-    base = read_object(folder / ADAPTER_CONFIG, Sources()).get("base_model_name_or_path")
-    if origin.base is None:
-        raise NotChecked(f"{NO_BASE}; the adapter names {base}")
-    if base != name_of(origin.base):
-        raise ReshardError(
-            "final-adapter-base-differs",
-            "the adapter names another base",
-            file=str(folder / ADAPTER_CONFIG),
-            expected=name_of(origin.base),
-            found=str(base),
-            remedy="convert the checkpoint again",
-        )
-    return f"its base is {base}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import zipfile
-from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,8 +22,8 @@ MAX_DEPTH = 4
 """Levels of folders that are searched."""
 MAX_FILES = 2000
 """Folders and files that are looked at, of an output folder or of one checkpoint."""
-MAX_OPENED = 6
-"""Checkpoints that are opened, besides those between which the last one before a NaN is looked for."""
+MAX_OPENED = 12
+"""Checkpoints that are opened. Those of three steps with a NaN loss may be among them, after which guard ends a run."""
 OWN_FORMAT = "torch.save"
 """The format of a file that only the script which saved it can read."""
 OWN_MARKS = (b"param_groups", b"torch.nn.modules")
@@ -67,7 +66,7 @@ class FoundCheckpoint:
 
     @property
     def diverged(self) -> bool:
-        """Whether only its weights are wrong, and so are those of later ones."""
+        """Whether only its weights are wrong."""
         return any(each.startswith(FINITE_WEIGHTS) for each in self.lacks)
 
 
@@ -97,29 +96,16 @@ class SavedCheckpoints:
 
 def saved_in(folder: Path, since: float = 0.0) -> SavedCheckpoints:
     """The checkpoints in `folder` that have changed since a time in Unix seconds, until a complete one is found."""
-    saved, places = SavedCheckpoints(), sorted(_candidates(folder, since), reverse=True)
-    for _ in range(MAX_OPENED):
-        if not places or saved.resumable:
-            break
-        (when, place), *places = places
+    saved = SavedCheckpoints()
+    for when, place in sorted(_candidates(folder, since), reverse=True)[:MAX_OPENED]:
         found = _found(when, place, folder)
-        if isinstance(found, list):
-            saved.incomplete |= {place: found} if found else {}
-            continue
-        saved.found.append(found)
-        if found.diverged:
-            places = _before_nan(places, folder)
+        if isinstance(found, FoundCheckpoint):
+            saved.found.append(found)
+        elif found:
+            saved.incomplete[place] = found
+        if saved.resumable:
+            break
     return saved
-
-
-def _before_nan(places: list[tuple[float, Path]], top: Path) -> list[tuple[float, Path]]:
-    """The places without the later ones that have NaN, too: once weights are NaN, they stay so."""
-
-    def is_before(at: int) -> bool:
-        found = _found(*places[at], top)
-        return not (isinstance(found, FoundCheckpoint) and found.diverged)
-
-    return places[bisect_left(range(len(places)), True, key=is_before) :]
 
 
 def _found(when: float, place: Path, top: Path) -> FoundCheckpoint | list[str]:
