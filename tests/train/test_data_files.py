@@ -109,7 +109,7 @@ def test_a_folder_is_all_its_data_files_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "no data here"),
+        (lambda path: None, "the data does not exist"),
         (lambda path: path.mkdir(), "there are no data files"),
         (lambda path: path.write_text("a,b"), "there are no data files"),
     ],

@@ -14,7 +14,7 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.plain_json import json_of
 from reshard.runs.guard.data.record_faults import faults
-from reshard.runs.guard.data.records import is_rewritten, record_kind, shapes_of, standard
+from reshard.runs.guard.data.records import is_rewritten, record_kind, shape_of, standard
 
 DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 IMAGES = "images"
@@ -30,7 +30,7 @@ PARQUET_BATCH_ROWS = 256
 def not_found(path: Path) -> Problem:
     """The problem of a path without data."""
     return Problem(
-        "data-not-found", "no data here", file=str(path), remedy="pass a file or folder with --data"
+        "data-not-found", "the data does not exist", file=str(path), remedy="check the path: --data PATH"
     )
 
 
@@ -91,7 +91,8 @@ class _RecordChecker:
             return []
         if problems := list(faults(row, self.method)):
             return problems
-        (shape,) = shapes_of(row, self.method)
+        shape = shape_of(row, self.method)
+        assert shape, "faults has found it"
         self.shapes[shape] += 1
         clean = standard(row, shape)
         self.shapes[IMAGES] += "images" in clean

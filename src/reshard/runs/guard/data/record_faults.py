@@ -18,13 +18,11 @@ from reshard.runs.guard.data.records import (
     RECORD_SHAPES,
     SHAPES_OF_METHOD,
     DataRow,
-    shapes_of,
+    shape_of,
     standard,
     tools_of,
 )
 
-MAX_DEPTH = 50
-"""Maximum depth of nested lists and objects. Arrow stops at 64; schemas of tools have about ten."""
 MAX_CHARACTERS = 60
 """Maximum characters of a wrong value that are shown."""
 
@@ -40,13 +38,11 @@ def faults(row: Any, method: str) -> Iterator[Problem]:
             remedy="write one JSON object for each record",
         )
         return
-    shapes = shapes_of(row, method)
-    if len(shapes) > 1:
-        yield _several_shapes(row, shapes)
-    if not shapes:
+    shape = shape_of(row, method)
+    if shape:
+        yield from _of_shape(row, method, shape)
+    else:
         yield from list(_of_nulls(row, method)) or [_other_columns(row, method)]
-    if len(shapes) == 1:
-        yield from _of_shape(row, method, shapes[0])
 
 
 def _of_shape(row: DataRow, method: str, shape: str) -> Iterator[Problem]:
@@ -104,16 +100,6 @@ def _names(row: DataRow) -> str:
     """The columns of a row, as far as they fit into two lines."""
     names = ", ".join(map(str, row))
     return names if len(names) <= 2 * MAX_CHARACTERS else names[: 2 * MAX_CHARACTERS] + " …"
-
-
-def _several_shapes(row: DataRow, shapes: Sequence[str]) -> Problem:
-    return Problem(
-        "record-of-several-shapes",
-        f"a record could be {' or '.join(shapes)}",
-        expected="the columns of one shape",
-        found=_names(row),
-        remedy="leave out the columns of all other shapes",
-    )
 
 
 def _of_alpaca(row: DataRow) -> Iterator[Problem]:
@@ -174,23 +160,16 @@ _KINDS = {
 """What columns contain that are not either strings or messages."""
 
 
-def _unfit(value: Any, name: str = "", depth: int = 0) -> Iterator[Problem]:
+def _unfit(value: Any, name: str = "") -> Iterator[Problem]:
     """Problems of values anywhere in a record that an Arrow table cannot store: TRL keeps its data in one."""
-    if isinstance(value, dict | list) and depth > MAX_DEPTH:
-        yield Problem(
-            "field-nested-too-deep",
-            f"{name[:MAX_CHARACTERS]} … is nested too deep",
-            expected=f"{MAX_DEPTH} levels at most",
-            remedy="write what is nested as a string of JSON",
-        )
-    elif isinstance(value, dict):
+    if isinstance(value, dict):
         for key, each in value.items():
             if not _is_unicode(key):
                 yield _half_a_character(f"a name in {name or 'the record'}")
-            yield from _unfit(each, f"{name}.{key}" if name else key, depth + 1)
+            yield from _unfit(each, f"{name}.{key}" if name else key)
     elif isinstance(value, list):
         for number, each in enumerate(value):
-            yield from _unfit(each, f"{name}[{number}]", depth + 1)
+            yield from _unfit(each, f"{name}[{number}]")
     elif isinstance(value, str) and not _is_unicode(value):
         yield _half_a_character(_called(name))
     elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:

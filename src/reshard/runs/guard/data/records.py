@@ -42,7 +42,7 @@ RECORD_SHAPES = {
 CHAT_SHAPES = ("chat", "ShareGPT", "Alpaca")
 """Shapes of data that become `messages`."""
 SHAPES_OF_METHOD = {
-    "sft": (*CHAT_SHAPES, "prompt and completion", "plain text", "tokens"),
+    "sft": ("tokens", "prompt and completion", *CHAT_SHAPES, "plain text"),
     "dpo": ("preference pairs",),
     "kto": ("rated answers",),
     "reward": ("preference pairs",),
@@ -58,10 +58,10 @@ METHODS_OF_TRAINERS = {
 """The methods by the classes of TRL."""
 
 
-def shapes_of(row: Mapping[str, Any], method: str) -> list[str]:
-    """The shapes of a row that a method supports."""
+def shape_of(row: Mapping[str, Any], method: str) -> str | None:
+    """The shape of a row that a method takes; of several, the first one, as TRL does. None if it has none."""
     keys = {key for key, value in row.items() if value is not None}
-    return [shape for shape in SHAPES_OF_METHOD[method] if keys.issuperset(RECORD_SHAPES[shape])]
+    return next((shape for shape in SHAPES_OF_METHOD[method] if keys.issuperset(RECORD_SHAPES[shape])), None)
 
 
 def chat_of(row: DataRow) -> list[DataRow]:
@@ -92,9 +92,11 @@ def standard(row: DataRow, shape: str) -> DataRow:
 
 
 def as_trl_reads(row: Mapping[str, Any], method: str) -> DataRow:
-    """A row of any shape of a method in TRL's standard shape. Columns may be None, as `datasets` fills missing ones."""
+    """A row of a shape of a method in TRL's standard shape. Columns may be None, as `datasets` fills missing ones."""
     given = {name: value for name, value in row.items() if value is not None}
-    return standard(given, shapes_of(given, method)[0])
+    shape = shape_of(given, method)
+    assert shape, "the records were checked"
+    return standard(given, shape)
 
 
 def is_rewritten(row: Mapping[str, Any], clean: DataRow) -> bool:
