@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,30 +41,27 @@ def _given(model: object, optimizer: object) -> tuple[nn.Module, list[Any]]:
     """The model as one module, and the optimizers as a list. Raises ReshardError for other types."""
     from torch import nn
 
-    whole = nn.ModuleList(model) if isinstance(model, list | tuple) and _all_are(model, nn.Module) else model
+    parts = list(model) if isinstance(model, list | tuple) and model else [model]
     several = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     optimizers = [each for each in several if each is not None]
-    wrong = (
-        [] if isinstance(whole, nn.Module) else [("a model", "a torch.nn.Module, or a list of some", model)]
-    )
-    if not all(hasattr(each, "param_groups") for each in optimizers):
-        wrong.append(("an optimizer", "a torch.optim.Optimizer, or a list of some", optimizer))
-    if wrong or not isinstance(whole, nn.Module):
+    no_model = [("a model", "a torch.nn.Module", each) for each in parts if not isinstance(each, nn.Module)]
+    wrong = no_model + [
+        ("an optimizer", "a torch.optim.Optimizer", each)
+        for each in optimizers
+        if not hasattr(each, "param_groups")
+    ]
+    if wrong:
         raise ReshardError(
             Problem(
                 "guard-argument-wrong",
                 f"this is not {what}",
-                expected=expected,
+                expected=f"{expected}, or a list of some",
                 found=type(given).__name__,
                 remedy="call guard.check(model, optimizer)",
             )
             for what, expected, given in wrong
         )
-    return whole, optimizers
-
-
-def _all_are(parts: Sequence[object], kind: type) -> bool:
-    return bool(parts) and all(isinstance(part, kind) for part in parts)
+    return parts[0] if len(parts) == 1 else nn.ModuleList(parts), optimizers
 
 
 @dataclass(frozen=True)
@@ -181,18 +178,6 @@ def _world_size() -> int:
     return int(value) if value.isdecimal() else 1
 
 
-def _meta(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
-    empty = [each.name for each in parameters if each.value.is_meta]
-    if empty:
-        yield Problem(
-            "guard-parameters-without-memory",
-            "parameters are on the meta device",
-            tensor=listed(empty, MAX_PARAMETERS),
-            found=f"{len(empty)} parameters on the meta device",
-            remedy="model.to_empty(device=…) and load the weights, or call from_pretrained outside of a meta context",
-        )
-
-
 def _ties(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
     while (inner := model._modules.get("module")) is not None:
         model = inner  # DDP, DeepSpeed
@@ -230,7 +215,7 @@ def _nothing_trainable(model: nn.Module, parameters: list[_Parameter]) -> Iterat
         )
 
 
-_RULES = (_mixed, _sharded_in_ddp, _device_map, _meta, _ties, _nothing_trainable)
+_RULES = (_mixed, _sharded_in_ddp, _device_map, _ties, _nothing_trainable)
 _OWN_COPIES = ("deepspeed", "megatron", "apex", "fairscale", "transformer_engine")
 """Packages whose optimizers keep copies of the parameters, and write them back themselves."""
 
