@@ -12,7 +12,6 @@ import pytest
 from reshard.runs.guard.end import log_parts
 from reshard.runs.guard.end.failure import RunEvidence, read_failure
 from reshard.runs.guard.supervise.line_sample import LAST_LINES, LOSS_LINES, LineSample
-from reshard.runs.guard.supervise.output_relay import MAX_TRACEBACKS
 from reshard.runs.guard.supervise.supervision import starter, supervise
 from reshard.runs.guard.watch.watcher import Notice, OutputLine, Watcher
 from tests.guard.test_terminal import relay_of
@@ -78,7 +77,7 @@ def test_after_a_flood_every_line_is_read(piped: Piped) -> None:
 def test_lines_of_a_flood_are_read_once_and_in_order(word: str, size: int) -> None:
     sample, lines = LineSample(), [f"{word} {number}".encode() for number in range(5000)]
     for begin in range(0, len(lines), size):
-        sample.add("stdout", 0.0, lines[begin : begin + size])
+        sample.add(0.0, lines[begin : begin + size])
     count = LAST_LINES + (LOSS_LINES if word == "loss" else 0)
     assert [line.text for line in sample.taken()] == lines[-count:] and sample.taken() == []
 
@@ -104,37 +103,28 @@ def test_the_first_traceback_of_a_long_log_is_the_failure(piped: Piped, tmp_path
     piped.print((FLOOD + TRACEBACK + FLOOD + TRACEBACK.replace("KeyError: 3", "EOFError")).encode())
     piped.print(FLOOD.encode())
     log = tmp_path / "log"
-    text = log_parts.read_parts(log, piped.relay.tracebacks)
-    assert len(text) < log.stat().st_size / 2
-    failure = read_failure(log, RunEvidence(status=1, tracebacks=tuple(piped.relay.tracebacks)))
-    assert failure.shown[-1].startswith("KeyError: 3")
+    assert len(log_parts.read_parts(log)) < log.stat().st_size / 2
+    assert read_failure(log, RunEvidence(status=1)).shown[-1].startswith("KeyError: 3")
 
 
-def test_few_tracebacks_are_noted(piped: Piped, tmp_path: Path) -> None:
-    for number in range(MAX_TRACEBACKS + 2):
-        piped.print(f"attempt {number}\n{TRACEBACK}".encode())
-    log = (tmp_path / "log").read_bytes()
-    begins = [log[place:].startswith(b"Traceback") for place in piped.relay.tracebacks]
-    assert begins == [True] * MAX_TRACEBACKS
+def test_few_tracebacks_of_a_log_are_read(piped: Piped, tmp_path: Path) -> None:
+    for number in range(log_parts.MAX_TRACEBACKS + 2):
+        piped.print(f"attempt {number}\n{TRACEBACK}{FLOOD}".encode())
+    piped.print(FLOOD.encode())
+    assert log_parts.read_parts(tmp_path / "log").count(TRACEBACK.splitlines()[0]) == log_parts.MAX_TRACEBACKS
 
 
-def test_of_a_log_of_a_gigabyte_a_megabyte_is_read(tmp_path: Path) -> None:
-    log, middle = tmp_path / "log", 600 << 20
-    with log.open("wb") as file:
-        file.write(b"the command\n")
-        file.seek(middle)
-        file.write(b"\nKeyError: 3\n")
-        file.seek(1 << 30)
-        file.write(b"\nthe last words\n")
-    text = log_parts.read_parts(log, [middle])
-    assert len(text) < 1 << 20
-    assert (
-        text.startswith("the command\n") and "\nKeyError: 3\n" in text and text.endswith("the last words\n")
-    )
+def test_of_a_log_of_a_hundred_megabytes_a_megabyte_is_kept(tmp_path: Path) -> None:
+    log, flood = tmp_path / "log", FLOOD.encode() * 20
+    log.write_bytes(b"the command\n" + flood + TRACEBACK.encode() + flood + b"the last words\n")
+    text = log_parts.read_parts(log)
+    assert log.stat().st_size > 100_000_000 and len(text) < 1 << 20
+    assert text.startswith("the command\n") and text.endswith("the last words\n")
+    assert "\nKeyError: 3\n" in text
 
 
 def test_a_short_log_is_read_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     for size in (0, 5, log_parts.HEAD_BYTES, log_parts.HEAD_BYTES + log_parts.TAIL_BYTES):
         log.write_bytes(b"x" * size)
-        assert log_parts.read_parts(log, [0, size // 2, size]) == "x" * size
+        assert log_parts.read_parts(log) == "x" * size

@@ -70,7 +70,7 @@ def guarded(
     kills = oom_kills()
     outcome = supervise(starter(starts, environment, here, relay), relay, watchers, screen.say)
     try:
-        ran = replace(ran, oom_kills=oom_kills() - kills, tracebacks=tuple(relay.tracebacks))
+        ran = replace(ran, oom_kills=oom_kills() - kills)
         report = ended(ran, outcome, options, screen.print)
         report = _among_nodes(report, command, screen)
     except KeyboardInterrupt:

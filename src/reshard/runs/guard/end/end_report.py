@@ -10,7 +10,7 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,8 +94,6 @@ class EndedCommand:
     tools: frozenset[str] = frozenset()
     oom_kills: int = 0
     """Since the start."""
-    tracebacks: tuple[int, ...] = ()
-    """Where the first ones are in the log, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -235,113 +233,88 @@ def _together(problems: list[Problem]) -> list[str]:
     return str(replace(problems[0], tensor=names or None)).splitlines()[1:]
 
 
-@dataclass
-class _End:
-    """What is found out about a command that has ended, in turn."""
-
-    ran: EndedCommand
-    outcome: CommandOutcome
-    options: GuardOptions
-    note: Callable[[str], None]
-    where: Path = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.where = self.ran.output or self.ran.folder
-
-    def report(self) -> EndReport:
-        """All of it. A good run without `--final` costs nothing."""
-        if not self.outcome.status and not self.outcome.stopped and not self.options.final:
-            return EndReport(self.outcome, self.ran.log, self.where)
-        saved = self._saved()
-        failure = self._failure()
-        resume = self._resume(saved) if self.outcome.status or self.outcome.stopped else None
-        return EndReport(
-            self.outcome,
-            self.ran.log,
-            self.where,
-            failure,
-            saved if self.outcome.stopped or self.outcome.status else None,
-            resume,
-            self._final(saved),
-            self.options.final,
-            self._requeued(failure, saved, resume),
-        )
-
-    def _saved(self) -> SavedCheckpoints:
-        """What the run has saved: below the working folder only what has changed since the start."""
-        from reshard.final.saved_checkpoints import saved_in
-
-        return saved_in(self.where, 0.0 if self.ran.output else self.outcome.began)
-
-    def _failure(self) -> Failure | None:
-        stopped = self.outcome.stopped
-        if stopped is None and (self.outcome.signal or not self.outcome.status):
-            return None
-        from reshard.runs.guard.end.failure import Failure, RunEvidence, read_failure  # takes 1 s
-
-        if stopped:
-            return Failure.of_notice(self._with_cause(stopped))
-        ran, notices = self.ran, tuple(self.outcome.notices)
-        scripts = (ran.started.script,) if ran.started.script else ()
-        how = (ran.ranks, ran.oom_kills, self.outcome.status, notices, ran.tracebacks)
-        return read_failure(ran.log, RunEvidence(ran.tools, scripts, ran.output, *how))
-
-    def _with_cause(self, stopped: Notice) -> Notice:
-        """Why the guard ended the run. A NaN loss can come from the weights that the run started with."""
-        if stopped.problem.code != "loss-not-finite":
-            return stopped
-        from reshard.final.final_folder import damaged_base
-
-        named = str(self.options.base or self.ran.model)
-        damaged = damaged_base(self.ran.folder, named) if named else None
-        if damaged is None:
-            return stopped
-        return replace(stopped, problem=damaged, lines=(str(stopped.problem.found), *stopped.lines))
-
-    def _resume(self, saved: SavedCheckpoints) -> Resume | None:
-        from reshard.runs.guard.end.resume import resume_of
-
-        return resume_of(self.ran.started, saved.resumable) if saved.resumable else None
-
-    def _final(self, saved: SavedCheckpoints) -> FinalFolder | None:
-        """The folder of `--final`, of a run that was not broken off."""
-        if not self.options.final or self.outcome.status or self.outcome.stopped:
-            return None
-        from reshard.final.final_folder import FinalRequest, final_of, without_checkpoint
-
-        if saved.weights is None:
-            return without_checkpoint(self.options.final, self.where)
-        self.note(f"converting {saved.weights.path} to {self.options.final}, and checking it")
-        origin = FinalRequest(
-            self.options.merge, self.options.base, self.ran.model, self.ran.trust, self.ran.folder
-        )
-        return final_of(saved.weights, self.options.final, origin)
-
-    def _requeued(
-        self, failure: Failure | None, saved: SavedCheckpoints, resume: Resume | None
-    ) -> str | Problem:
-        """A job is not requeued if it would begin again, although there is a checkpoint."""
-        from reshard.runs.guard.end.requeue import is_cured, requeue
-
-        known = self.ran.output is not None and resume is not None and resume.words is not None
-        goes_on = saved.resumable is None or known
-        ended = self.outcome.status or self.outcome.stopped
-        if not (self.options.requeue and ended and goes_on and is_cured(self.outcome.signal, failure)):
-            return ""
-        return requeue(self.options.requeue)
-
-
 def ended(
     ran: EndedCommand,
     outcome: CommandOutcome,
     options: GuardOptions,
     note: Callable[[str], None] = lambda text: None,
 ) -> EndReport:
-    """What a command left behind, and what to do. `note` prints what takes long."""
+    """What a command left behind, and what to do. `note` prints what takes long.
+
+    A good run without `--final` costs nothing. Below a working folder, only what has changed since the start was saved
+    by the run.
+    """
     number = _stopped_by(ran.log) if outcome.status and not outcome.stopped else 0
     if number:
         outcome = replace(outcome, status=128 + number, signal=number)
-    return _End(ran, outcome, options, note).report()
+    report = EndReport(outcome, ran.log, ran.output or ran.folder, place=options.final)
+    if not outcome.failed and not options.final:
+        return report
+    from reshard.final.saved_checkpoints import saved_in
+
+    saved = saved_in(report.where, 0.0 if ran.output else outcome.began)
+    if not outcome.failed:
+        return replace(report, final=_final(ran, saved, options, note))
+    from reshard.runs.guard.end.resume import resume_of
+
+    failure = _failure(ran, outcome, options)
+    resume = resume_of(ran.started, saved.resumable) if saved.resumable else None
+    requeued = _requeued(ran, outcome, options, failure, resume)
+    return replace(report, failure=failure, saved=saved, resume=resume, requeued=requeued)
+
+
+def _failure(ran: EndedCommand, outcome: CommandOutcome, options: GuardOptions) -> Failure | None:
+    if outcome.signal and not outcome.stopped:
+        return None
+    from reshard.runs.guard.end.failure import Failure, RunEvidence, read_failure  # takes 1 s
+
+    if outcome.stopped:
+        return Failure.of_notice(_with_cause(outcome.stopped, ran, options))
+    scripts = (ran.started.script,) if ran.started.script else ()
+    how = (ran.ranks, ran.oom_kills, outcome.status, tuple(outcome.notices))
+    return read_failure(ran.log, RunEvidence(ran.tools, scripts, ran.output, *how))
+
+
+def _with_cause(stopped: Notice, ran: EndedCommand, options: GuardOptions) -> Notice:
+    """Why the guard ended the run. A NaN loss can come from the weights that the run started with."""
+    named = str(options.base or ran.model)
+    if stopped.problem.code != "loss-not-finite" or not named:
+        return stopped
+    from reshard.final.final_folder import damaged_base
+
+    damaged = damaged_base(ran.folder, named)
+    if damaged is None:
+        return stopped
+    return replace(stopped, problem=damaged, lines=(str(stopped.problem.found), *stopped.lines))
+
+
+def _final(
+    ran: EndedCommand, saved: SavedCheckpoints, options: GuardOptions, note: Callable[[str], None]
+) -> FinalFolder:
+    """The folder of `--final`."""
+    from reshard.final.final_folder import FinalRequest, final_of, without_checkpoint
+
+    assert options.final
+    if saved.weights is None:
+        return without_checkpoint(options.final, ran.output or ran.folder)
+    note(f"converting {saved.weights.path} to {options.final}, and checking it")
+    request = FinalRequest(options.merge, options.base, ran.model, ran.trust, ran.folder)
+    return final_of(saved.weights, options.final, request)
+
+
+def _requeued(
+    ran: EndedCommand,
+    outcome: CommandOutcome,
+    options: GuardOptions,
+    failure: Failure | None,
+    resume: Resume | None,
+) -> str | Problem:
+    """A job is not requeued if it would begin again, although there is a checkpoint."""
+    from reshard.runs.guard.end.requeue import is_cured, requeue
+
+    goes_on = resume is None or (ran.output is not None and resume.words is not None)
+    is_wanted = options.requeue and goes_on and is_cured(outcome.signal, failure)
+    return requeue(options.requeue) if is_wanted else ""
 
 
 def _stopped_by(log: Path) -> int:

@@ -32,7 +32,6 @@ from reshard.runs.doctor.text.partial_failures import EXIT_STATUS, is_consequenc
 from reshard.runs.guard.end.log_parts import read_parts
 from reshard.runs.guard.supervise.output_relay import without_times
 from reshard.runs.guard.supervise.signal_passing import signal_name
-from reshard.runs.guard.watch.stall import QUIET
 from reshard.runs.guard.watch.trainer_progress import TrainerProgress
 from reshard.runs.guard.watch.watcher import Notice, OutputLine
 
@@ -64,8 +63,6 @@ class RunEvidence:
     status: int = 0
     """Exit status of the command, as in a shell."""
     notices: tuple[Notice, ...] = ()
-    tracebacks: tuple[int, ...] = ()
-    """Where the first tracebacks are in the log, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +79,8 @@ class Failure:
     @staticmethod
     def of_notice(notice: Notice) -> Failure:
         """A run that the guard ended."""
-        return replace(
-            Failure.of_problems([notice.problem], "the guard", "ended the run"), shown=notice.lines
-        )
-
-    @staticmethod
-    def of_problems(problems: Iterable[Problem], who: str, did: str) -> Failure:
-        """A run that ended because of problems that reshard itself has found."""
-        return Failure(who, (), tuple(rules.of_problem(each, Path()) for each in problems), did)
+        finding = rules.of_problem(notice.problem, Path())
+        return Failure("the guard", notice.lines, (finding,), "ended the run")
 
     def as_dict(self, language: str = "en") -> dict[str, Any]:
         """For JSON."""
@@ -113,7 +104,7 @@ def read_failure(log: Path, seen: RunEvidence) -> Failure:
     """The failure in the log of all ranks."""
     content = ""
     with suppress(FileNotFoundError):  # the command may have cleaned the working folder
-        content = without_times(read_parts(log, seen.tracebacks))
+        content = without_times(read_parts(log))
     failure = failure_in(str(log), content, seen)
     full = next(
         (each for each in _folders(seen, log) if shutil.disk_usage(each).free < DISK_FULL_BYTES), None
@@ -146,14 +137,11 @@ def failure_in(name: str, content: str, seen: RunEvidence = RunEvidence()) -> Fa
         log = read_log(name, f"{content}\n{SIGNAL_LINE.format(number, signal_name(number).split(':')[0])}")
     diagnosed = [each for each in _diagnosed(log, content, root, seen) if not _is_false_nan(each, log, root)]
     weighed = _weighed(_explained(diagnosed, seen), root, seen)
-    if root is None or is_consequence(root):
-        if silent := _silent(content, log):
-            return Failure(
-                f"rank {silent[0]}", tuple(_last_words(log, *silent)), _of_silent(*silent, weighed, seen)
-            )
-        if rank := _missing(content, log, seen):
-            findings = _of_silent(rank, None, weighed, seen)
-            return Failure(f"rank {rank}", tuple(_last_words(log, rank, None)), findings, follows=True)
+    silent = _silent_rank(content, log, seen) if root is None or is_consequence(root) else None
+    if silent:
+        rank, code = silent
+        findings = _of_silent(rank, code, weighed, seen)
+        return Failure(f"rank {rank}", tuple(_last_words(log, rank, code)), findings, follows=code is None)
     findings = weighed[:1]
     if root is None or root.exception == EXIT_STATUS:
         shown = [*_last(log.lines)[:-1], f"killed by {signal_name(number)}"] if number else _last(log.lines)
@@ -237,7 +225,7 @@ def _is_false_nan(finding: Finding, log: Log, root: Traceback | None) -> bool:
     if finding.code != NAN_CODE or (root and re.search(r"\bnan\b", root.said, re.IGNORECASE)):
         return False
     progress = TrainerProgress()
-    lines = (OutputLine(0.0, "stdout", line.text) for line in log.lines if "loss" in line.text.lower())
+    lines = (OutputLine(0.0, line.text) for line in log.lines if "loss" in line.text.lower())
     return not any(notice.stop for line in lines for notice in progress.line(line))
 
 
@@ -261,7 +249,7 @@ def _standing(notices: Iterable[Notice]) -> list[Notice]:
     for notice in notices:
         if notice.problem.code == OVER:
             standing = [each for each in standing if each.problem.code not in WAITING]
-        elif notice.problem.code != QUIET and not notice.problem.code.endswith("-not-finite"):
+        elif not notice.problem.code.endswith("-not-finite"):
             standing.append(notice)
     return standing
 
@@ -270,30 +258,30 @@ _EXIT = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+) "
 """A failed rank in torchrun's summary (torch.distributed.elastic.multiprocessing.errors)."""
 
 
-def _silent(content: str, log: Log) -> tuple[str, int] | None:
-    """The rank that ended without a traceback, and its exit code; signals first. torchrun itself sends SIGTERM."""
-    own = (-signal.SIGTERM, 128 + signal.SIGTERM)
-    ended = {rank: int(code) for rank, code in _EXIT.findall(content) if int(code) not in own}
+def _silent_rank(content: str, log: Log, seen: RunEvidence) -> tuple[str, int | None] | None:
+    """The rank that ended without a traceback, and its exit code, if torchrun's summary has it; signals first.
+
+    DeepSpeed's launcher has no summary: it is the only rank without a traceback, if all others lost a connection.
+    """
+    own = (-signal.SIGTERM, 128 + signal.SIGTERM)  # which torchrun itself sends
     spoke = _spoke(log)
-    silent = [(rank, code) for rank, code in ended.items() if code < 0 or rank not in spoke]
-    return min(silent, key=lambda each: each[1]) if silent else None
+    ended = [(rank, int(code)) for rank, code in _EXIT.findall(content) if int(code) not in own]
+    silent = [(rank, code) for rank, code in ended if code < 0 or rank not in spoke]
+    if silent:
+        return min(silent, key=lambda each: each[1])
+    world = _WORLD.search(content)
+    count = seen.ranks or (int(world[1]) if world else 0)
+    missing = {str(rank) for rank in range(count)} - spoke
+    return (missing.pop(), None) if count > 1 and len(missing) == 1 else None
+
+
+_WORLD = re.compile(r"\bdist_world_size=(\d+)")
+"""What DeepSpeed's launcher prints (deepspeed.launcher.launch)."""
 
 
 def _spoke(log: Log) -> set[str]:
     """The ranks that left a traceback."""
     return {each.stream.split("/")[-1] for each in log.tracebacks}
-
-
-_WORLD = re.compile(r"\bdist_world_size=(\d+)")
-"""What DeepSpeed's launcher prints (deepspeed.launcher.launch); it does not print how each rank ended."""
-
-
-def _missing(content: str, log: Log, seen: RunEvidence) -> str | None:
-    """The only rank without a traceback, if all others lost a connection."""
-    world = _WORLD.search(content)
-    count = seen.ranks or (int(world[1]) if world else 0)
-    silent = {str(rank) for rank in range(count)} - _spoke(log)
-    return silent.pop() if count > 1 and len(silent) == 1 else None
 
 
 def _last_words(log: Log, rank: str, code: int | None) -> Iterator[str]:

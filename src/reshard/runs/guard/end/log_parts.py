@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import IO
 
 HEAD_BYTES = 128 << 10
 """Of the beginning, which has the command, its settings and versions."""
+TRACEBACK = b"Traceback (most recent call last)"
+MAX_TRACEBACKS = 4
+"""Tracebacks that are read, the first ones: the first failure may be far from the end of a long log."""
 TRACEBACK_BYTES = 64 << 10
 """Before and after the start of a traceback."""
 TAIL_BYTES = 512 << 10
 """Of the end, which has the last words of each rank, and the launcher's summary."""
 
 
-def read_parts(log: Path, tracebacks: Iterable[int] = ()) -> str:
-    """The beginning and the end of a log, and what is around its first tracebacks, which begin at `tracebacks`.
+def read_parts(log: Path) -> str:
+    """The beginning and the end of a log, and what is around its first tracebacks.
 
     Raises OSError if it cannot be read.
     """
     with log.open("rb") as file:
         size = file.seek(0, 2)
         content = b""
-        for begin, end in _joined(_parts(size, tracebacks)):
+        file.seek(0)
+        for begin, end in _joined(_parts(size, islice(_tracebacks(file), MAX_TRACEBACKS))):
             file.seek(begin)
             part = file.read(end - begin)
             content += part if begin == 0 else b"\n" + part.partition(b"\n")[2]
@@ -31,9 +37,18 @@ def read_parts(log: Path, tracebacks: Iterable[int] = ()) -> str:
 def _parts(size: int, tracebacks: Iterable[int]) -> Iterator[tuple[int, int]]:
     """The first byte of each part, and the one after its last."""
     yield 0, HEAD_BYTES
-    for place in sorted(tracebacks):
+    for place in tracebacks:
         yield max(place - TRACEBACK_BYTES, 0), place + TRACEBACK_BYTES
     yield max(size - TAIL_BYTES, 0), size
+
+
+def _tracebacks(file: IO[bytes]) -> Iterator[int]:
+    """Where tracebacks begin."""
+    place = 0
+    for line in file:
+        if TRACEBACK in line:
+            yield place
+        place += len(line)
 
 
 def _joined(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

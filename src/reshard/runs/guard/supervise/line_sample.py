@@ -15,9 +15,8 @@ LOSS_LINES = 32
 
 
 class PrintedLine(NamedTuple):
-    """A line of a stream, and when it was printed, in seconds since the epoch."""
+    """A line, and when it was printed, in seconds since the epoch."""
 
-    stream: str
     time: float
     text: bytes
 
@@ -29,11 +28,11 @@ class LineSample:
         self._losses: deque[PrintedLine] = deque(maxlen=LOSS_LINES)
         self._last: deque[PrintedLine] = deque()
 
-    def add(self, stream: str, time: float, lines: list[bytes]) -> None:
+    def add(self, time: float, lines: list[bytes]) -> None:
         """Lines that were printed at a time."""
         early, late = lines[:-LAST_LINES], lines[-LAST_LINES:]
         losses = [line for line in early if b"loss" in line][-LOSS_LINES:]
-        self._last.extend(PrintedLine(stream, time, line) for line in (*losses, *late) if line.strip())
+        self._last.extend(PrintedLine(time, line) for line in (*losses, *late) if line.strip())
         while len(self._last) > LAST_LINES:
             line = self._last.popleft()
             if b"loss" in line.text:

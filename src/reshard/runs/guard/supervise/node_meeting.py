@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from reshard.base.plain_json import json_of
@@ -74,8 +73,9 @@ class NodeMeeting:
             with suppress(OSError), socket.create_connection(self.address, RETRY_SECONDS * 5) as guest:
                 guest.sendall(own)
                 guest.settimeout(WAIT_SECONDS + RETRY_SECONDS)
-                if answer := b"".join(iter(partial(guest.recv, MAX_MESSAGE), b"")):
-                    return answer
+                with guest.makefile("rb") as file:
+                    if answer := file.read():
+                        return answer
             time.sleep(RETRY_SECONDS)
         return b""
 
@@ -91,11 +91,9 @@ def _serve(port: int, deadline: float) -> socket.socket | None:
 
 def _line(guest: socket.socket) -> bytes:
     guest.settimeout(RETRY_SECONDS * 5)
-    said = b""
-    with suppress(OSError):
-        while not said.endswith(b"\n") and len(said) < MAX_MESSAGE and (part := guest.recv(MAX_MESSAGE)):
-            said += part
-    return said if said.endswith(b"\n") else b""
+    with suppress(OSError), guest.makefile("rb") as file:
+        return file.readline(MAX_MESSAGE)
+    return b""
 
 
 def _messages(lines: bytes) -> Iterator[NodeMessage]:

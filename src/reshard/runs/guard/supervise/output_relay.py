@@ -28,9 +28,6 @@ from reshard.runs.guard.watch.watcher import OutputLine
 MAX_LINE = 1 << 16
 """Bytes after which a line without an end is taken for a line."""
 CHUNK_BYTES = 1 << 16
-TRACEBACK = b"Traceback (most recent call last)"
-MAX_TRACEBACKS = 4
-"""Tracebacks whose place in the log is noted: the first failure may be far from the end of a long log."""
 _RANK = re.compile(r"\[(?:rank|default)(\d+)\]:")
 """What torch and torchrun --tee put before the lines of a rank."""
 
@@ -89,17 +86,7 @@ class OutputStream:
         return False
 
     def read(self) -> bytes | None:
-        """What the command has written since the last call; None at its end."""
-        chunks: list[bytes] = []
-        while sum(map(len, chunks)) < CHUNK_BYTES:  # a pseudo-terminal returns at most a page at once
-            chunk = self._read_once()
-            if not chunk:
-                return b"".join(chunks) if chunks else chunk
-            chunks.append(chunk)
-        return b"".join(chunks)
-
-    def _read_once(self) -> bytes | None:
-        """The same, by one system call. A pseudo-terminal ends with EIO."""
+        """What the command has written; None at its end, which is EIO for a pseudo-terminal."""
         try:
             return os.read(self.source, CHUNK_BYTES) or None
         except BlockingIOError:
@@ -135,8 +122,6 @@ class OutputRelay:
     log: Path
     streams: list[OutputStream]
     _file: int
-    tracebacks: list[int] = field(default_factory=list)
-    """Where the first tracebacks are in the log, in bytes; of those that came at once, the first."""
     _sample: LineSample = field(default_factory=LineSample)
 
     @staticmethod
@@ -186,7 +171,7 @@ class OutputRelay:
         now = time.time()
         for stream in self.streams:
             if stream.state == stream.seen != stream.read_state:
-                self._sample.add(stream.name, now, [stream.state])
+                self._sample.add(now, [stream.state])
                 stream.read_state = stream.state
             stream.seen = stream.state
         return list(map(_output_line, self._sample.taken()))
@@ -203,7 +188,7 @@ class OutputRelay:
             return
         now = time.time()
         *states, _ = (stream.state + content).replace(b"\r", b"\n").split(b"\n")
-        self._sample.add(stream.name, now, states[1:] if states[:1] == [stream.read_state] else states)
+        self._sample.add(now, states[1:] if states[:1] == [stream.read_state] else states)
         stream.read_state = b""
         *whole, stream.begun = (stream.begun + content).split(b"\n")
         if len(stream.begun) > MAX_LINE:
@@ -220,16 +205,8 @@ class OutputRelay:
         when = datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
         start = f"{when}Z {stream.name} F ".encode()
         content = start + text.replace(b"\n", b"\n" + start) + b"\n"
-        self._note_traceback(content)
         with suppress(OSError):  # a full disk is the command's to report
             os.write(self._file, content)
-
-    def _note_traceback(self, content: bytes) -> None:
-        """Note where a traceback will be, if there is one in what comes next in the log."""
-        if len(self.tracebacks) < MAX_TRACEBACKS:
-            place = content.find(TRACEBACK)
-            if place >= 0:
-                self.tracebacks.append(os.fstat(self._file).st_size + place)
 
 
 def _is_writable(target: int) -> bool:
@@ -250,4 +227,4 @@ def without_times(log: str) -> str:
 def _output_line(line: PrintedLine) -> OutputLine:
     text = line.text.decode("utf-8", "replace")
     rank = _RANK.match(text)
-    return OutputLine(line.time, line.stream, text, int(rank[1]) if rank else None)
+    return OutputLine(line.time, text, int(rank[1]) if rank else None)

@@ -28,8 +28,6 @@ LAST_OUTPUT_SECONDS = 0.1
 TERM_SECONDS = 40.0
 """Seconds that a command gets to end after SIGTERM; torchrun gives its ranks 30 of them."""
 
-OUTPUT_CLOSED = "output-closed"
-
 
 @dataclass
 class CommandOutcome:
@@ -50,6 +48,11 @@ class CommandOutcome:
     def stopped(self) -> Notice | None:
         """Why the guard ended the run; None if it did not."""
         return next((each for each in self.notices if each.stop), None)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it did not end well."""
+        return bool(self.status or self.stopped)
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -119,7 +122,7 @@ def starter(
 
 def _not_passed_on(stream: str, error: OSError) -> Problem:
     return Problem(
-        OUTPUT_CLOSED,
+        "output-closed",
         f"the command could no longer write to {stream}",
         found=error.strerror,
         remedy="let the program that reads the output run to its end, or write to a file on a disk with free space",
