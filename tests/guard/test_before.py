@@ -245,16 +245,12 @@ def test_the_model_of_a_script(script: str, folder: Path) -> None:
     assert resources.models_of(read_command(("torchrun", "other.py"), {}, folder)) == []
 
 
-def test_memory_and_disk_are_warnings(folder: Path) -> None:
+def test_a_disk_that_may_be_too_small_is_a_warning(folder: Path) -> None:
     (folder / "model").mkdir()
     with (folder / "model/model.safetensors").open("wb") as file:
         file.truncate(2 << 40)  # without any blocks
     found = checked("torchrun --nproc-per-node 2 train.py --model_name_or_path model", folder)
-    assert (
-        the("memory-too-small-to-load", found).severity
-        == the("disk-too-small-for-checkpoint", found).severity
-    )
-    assert found.errors == []
+    assert the("disk-too-small-for-checkpoint", found).severity == "warning" and found.errors == []
     lora = checked("python train.py --model_name_or_path model --use_peft --lora_r 8", folder)
     assert [each.code for each in lora.problems] == ["checkpoint-damaged"]  # it has no tensors
 
@@ -293,14 +289,6 @@ def test_what_was_not_checked_is_said(folder: Path) -> None:
     assert checked("docker run image python train.py", folder).unchecked == [
         "The script was not checked: reshard does not know what `docker` starts.",
         "The installed packages were not checked: the command does not show which Python it starts.",
-    ]
-    for name, text in (("transformers", "4.20.0"), ("torch", "1.13.0")):
-        (folder / f"site/{name}-{text}.dist-info").mkdir(parents=True)
-        (folder / f"site/{name}-{text}.dist-info/METADATA").write_text(f"Name: {name}\nVersion: {text}\n")
-    said = checked("python train.py", folder, PYTHONPATH=str(folder / "site")).unchecked
-    assert [each.split(" was")[0] for each in said] == [
-        "What works with transformers 4.20.0",
-        "What works with torch 1.13.0",
     ]
 
 

@@ -104,4 +104,4 @@ def _read(output: IO[bytes], printed: queue.Queue[OutputLine]) -> None:
     while chunk := os.read(output.fileno(), 1 << 16):
         for text in re.split(r"[\r\n]+", chunk.decode(errors="replace")):
             if text:
-                printed.put(OutputLine(time.time(), "stdout", text))
+                printed.put(OutputLine(time.time(), text))

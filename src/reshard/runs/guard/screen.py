@@ -41,13 +41,9 @@ class GuardScreen:
     def say(self, notice: Notice) -> None:
         """Print what a watcher has to say."""
         with suppress(OSError):
-            print_notice(notice, self.console)
-
-
-def print_notice(notice: Notice, console: Console) -> None:
-    """Print a problem of a running command."""
-    style = "bold red" if notice.problem.severity == "error" else "bold yellow"
-    first, *rest = str(notice.problem).split("\n")
-    console.print(f"[{style}]{LINE_PREFIX}{escape(first)}[/]")
-    for line in (*rest, *notice.lines):
-        console.print(escape_lines(line))
+            console = self.console
+            style = "bold red" if notice.problem.severity == "error" else "bold yellow"
+            first, *rest = str(notice.problem).split("\n")
+            console.print(f"[{style}]{LINE_PREFIX}{escape(first)}[/]")
+            for line in (*rest, *notice.lines):
+                console.print(escape_lines(line))

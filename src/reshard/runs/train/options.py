@@ -38,7 +38,7 @@ class TrainOptions:
     ] = None
     reward: Annotated[
         Sequence[str] | None,
-        About("Reward function for GRPO and RLOO; may be repeated.", "FILE.py:NAME", group=DATA),
+        About("Reward function for GRPO and RLOO.", "FILE.py:NAME", group=DATA),
     ] = None
     engine: Annotated[
         str, About("trl, or ms-swift for tensor, pipeline and expert parallelism.", choices=ENGINES)

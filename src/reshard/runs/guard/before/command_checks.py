@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,9 @@ from reshard.runs.checks.machine_checks import check_machine
 from reshard.runs.checks.root_causes import combined
 from reshard.runs.doctor.remedy_spelling import RunTools, spelled
 from reshard.runs.guard.before import checkpoint_output, resources
-from reshard.runs.guard.before.command_python import PythonQuestion
+from reshard.runs.guard.before.command_python import python_answer
 from reshard.runs.guard.before.data_records import data_problems
 from reshard.runs.guard.before.model_folders import check_models
-
-TESTED_VERSIONS = {"transformers": ">=4.31", "torch": ">=2.0"}
-"""The releases that the doctor's rules know."""
 
 
 @dataclass
@@ -52,13 +50,14 @@ class Checked:
 
 def check_command(command: TrainingCommand) -> Checked:
     """All problems of a command that can be seen before it starts. Nothing of it is executed or imported."""
-    question = PythonQuestion(command)
+    pool = ThreadPoolExecutor(1)
+    asked = pool.submit(python_answer, command)  # meanwhile, other checks go on
+    pool.shutdown(wait=False)
     checked = Checked()
     text = "\n".join(_texts(command))
-    weights = resources.weights_of(command)
-    checked.problems += [*resources.memory(command, weights, text), *resources.disk(command, weights, text)]
+    checked.problems += resources.disk(command, resources.weights_of(command), text)
     checked.problems += _of_output(command, text)
-    answer = question.answer()
+    answer = asked.result()
     environment = checked.environment = answer.environment
     checked.problems += _missing(command, answer.missing)
     checked.problems += resources.port(command, environment)
@@ -145,7 +144,7 @@ def _lost(path: Path, command: TrainingCommand) -> Problem:
         "the script does not exist",
         file=str(path),
         found=f"{command.launcher} in {command.folder}",
-        remedy="check the path, which counts from the folder of the command",
+        remedy="check the path; it is relative to the command's working directory",
     )
 
 
@@ -277,10 +276,6 @@ def _unchecked(command: TrainingCommand, environment: Environment | None, silenc
         yield f"The code of the module {command.module} was not checked, only its settings."
     if environment is None:
         yield f"The installed packages were not checked: {silence}."
-    for package, known in TESTED_VERSIONS.items() if environment else ():
-        version = environment.versions.get(package) if environment else None
-        if version and environment and not environment.has(package, known):
-            yield f"What works with {package} {version} was not checked: reshard knows {package}{known}."
     for name in FOREIGN_CONFIG_OPTIONS:
         value = command.setting(name)
         if isinstance(value, str) and value.endswith(".json") and not (command.folder / value).is_file():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,22 +45,13 @@ class PythonAnswer:
     silence: str = ""
 
 
-class PythonQuestion:
-    """A question that is asked while other checks go on."""
-
-    def __init__(self, command: TrainingCommand) -> None:
-        pool = ThreadPoolExecutor(2)
-        self._gpus = pool.submit(find_gpus)
-        self._answer = pool.submit(_asked, command)
-        pool.shutdown(wait=False)
-
-    def answer(self) -> PythonAnswer:
-        """Wait for the answer, at most `TIMEOUT_SECONDS` seconds."""
-        seen = self._answer.result()
-        if isinstance(seen, str):
-            return PythonAnswer(silence=seen)
-        missing = tuple(name for name, there in seen["modules"].items() if not there)
-        return PythonAnswer(environment_of(seen, *self._gpus.result()), seen["versions"], missing)
+def python_answer(command: TrainingCommand) -> PythonAnswer:
+    """Ask it, which takes at most `TIMEOUT_SECONDS` seconds."""
+    seen = _asked(command)
+    if isinstance(seen, str):
+        return PythonAnswer(silence=seen)
+    missing = tuple(name for name, there in seen["modules"].items() if not there)
+    return PythonAnswer(environment_of(seen, *find_gpus()), seen["versions"], missing)
 
 
 def _asked(command: TrainingCommand) -> dict[str, Any] | str:

@@ -1,9 +1,8 @@
-"""What a command needs of this machine: a free port, memory to load the model, and disk space for checkpoints."""
+"""What a command needs of this machine: a free port, and disk space for checkpoints."""
 
 from __future__ import annotations
 
 import errno
-import os
 import re
 import shutil
 import socket
@@ -13,7 +12,6 @@ from reshard.base.errors import Problem, memory_size
 from reshard.runs.checks.command.command_settings import plain_source
 from reshard.runs.checks.command.read_command import TrainingCommand
 from reshard.runs.checks.environment import Environment
-from reshard.runs.guard.watch.memory_watch import free_memory
 
 MODEL_OPTIONS = (
     *("model_name_or_path", "model", "base_model", "model_id", "model_path", "actor_rollout_ref.model.path"),
@@ -23,10 +21,6 @@ MODEL_OPTIONS = (
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 PARTIAL_TRAINING = re.compile(r"\blora|\bpeft|adapter|LoraConfig|tuner_type|freeze", re.IGNORECASE)
 """Shows that not all weights are trained and saved."""
-SHARDED_LOADING = re.compile(
-    r"cpu_ram_efficient_loading|zero3_init_flag|stage.{0,3}3|zero_?3|\bz3", re.IGNORECASE
-)
-"""Shows that not every process loads the complete model."""
 RANDOM_PORT_TORCH = "<2.7"
 """Releases of torch whose torchrun takes port 29500 for a run of one node; newer ones take a free port."""
 
@@ -101,22 +95,6 @@ def _loaded(command: TrainingCommand) -> Iterator[str]:
             value = getattr(call.node.args[0], "value", None)
         if isinstance(value, str):
             yield value
-
-
-def memory(command: TrainingCommand, weights: int, text: str) -> Iterator[Problem]:
-    """A warning if the processes cannot all load the model at once."""
-    needed = weights * command.processes
-    room = min(free_memory(os.getpid()), key=lambda room: room.free, default=None) if weights else None
-    if command.processes > 1 and room and needed > room.free and not SHARDED_LOADING.search(text):
-        yield Problem(
-            "memory-too-small-to-load",
-            "the memory of this machine may be too small for every process to load the model",
-            expected=f"{memory_size(needed)}: {command.processes} processes × {memory_size(weights)} of weights",
-            found=f"{memory_size(room.free)} free ({room.limit})",
-            remedy="let one process load the weights and send them to the others (FSDP: "
-            "fsdp_cpu_ram_efficient_loading: true; DeepSpeed: ZeRO-3), or start fewer processes",
-            severity="warning",
-        )
 
 
 WEIGHTS_PER_CHECKPOINT = 3

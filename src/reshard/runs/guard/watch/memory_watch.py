@@ -34,16 +34,22 @@ def free_memory(pid: int, root: Path = Path("/")) -> Iterator[FreeMemory]:
     with suppress(OSError, ValueError, KeyError):
         machine = _fields(root / "proc/meminfo")
         yield FreeMemory("the machine's memory", machine["MemTotal"] << 10, machine["MemAvailable"] << 10)
+    for mount, group, unified in _groups(root, str(pid)):
+        yield from _group_rooms(mount, group, unified=unified)
+
+
+def _groups(root: Path, pid: str) -> Iterator[tuple[Path, Path, bool]]:
+    """The control groups of a process's memory: where they are mounted, the group, and whether it is of cgroup v2."""
     with suppress(OSError):
         for entry in (root / f"proc/{pid}/cgroup").read_text().splitlines():
             _, controllers, path = entry.split(":", 2)
-            if controllers in ("", "memory"):
-                yield from _group_rooms(root / "sys/fs/cgroup" / controllers, path, unified=not controllers)
+            if not controllers or "memory" in controllers.split(","):
+                mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+                yield mount, mount / path.strip("/"), not controllers
 
 
-def _group_rooms(mount: Path, path: str, *, unified: bool) -> Iterator[FreeMemory]:
+def _group_rooms(mount: Path, group: Path, *, unified: bool) -> Iterator[FreeMemory]:
     """The limits of a control group and of those around it, as far as they are mounted here."""
-    group = mount / path.strip("/")
     limit, usage = (
         ("memory.max", "memory.current")
         if unified
@@ -73,13 +79,8 @@ def oom_kills(system: Path = Path("/")) -> int:
 
     `oom_kill` of memory.events (cgroup v2), of memory.oom_control (v1), or else of the whole machine (/proc/vmstat).
     """
-    groups = ""
-    with suppress(OSError):
-        groups = (system / "proc/self/cgroup").read_text()
-    files = [
-        system / "sys/fs/cgroup" / (f"memory/{path}/memory.oom_control" if kind else f"{path}/memory.events")
-        for kind, path in re.findall(r"^\d+:(|(?:\S+,)?memory(?:,\S+)?):/(.*)$", groups, re.MULTILINE)
-    ]
+    groups = _groups(system, "self")
+    files = [group / ("memory.events" if unified else "memory.oom_control") for _, group, unified in groups]
     for file in (*files, system / "proc/vmstat"):
         with suppress(OSError):
             if found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
@@ -92,7 +93,6 @@ class MemoryWatcher(Watcher):
     """A Watcher of free memory."""
 
     root: Path = Path("/")
-    _looked: float = 0.0
     _worst: float = 1.0
     """The share of free memory of the last warning."""
     _before: tuple[float, int] = (0.0, 0)
@@ -100,8 +100,7 @@ class MemoryWatcher(Watcher):
 
     def tick(self, now: float, processes: Processes) -> Iterator[Notice]:
         """Look at the memory of the largest process, where the others usually are, too."""
-        if processes and now - self._looked >= _EVERY:
-            self._looked = now
+        if processes and now - self._before[0] >= _EVERY:
             largest = sorted(processes.values(), key=lambda each: -each.memory)
             tightest = min(
                 free_memory(largest[0].pid, self.root), key=lambda room: room.free / room.total, default=None

@@ -25,8 +25,6 @@ _BUSY = 0.05
 """Share of a processor above which a process is not idle: watchdogs, loggers and launchers that poll stay below."""
 _MOVING = 16_384
 """Bytes in a second above which a process is not idle."""
-QUIET = "run-is-quiet"
-"""The code of a report that a single process waits, which is no failure."""
 _AT_ONCE = 8
 """Stacks that are read at the same time."""
 _LONGER = 3
@@ -126,8 +124,6 @@ class StallWatcher(Watcher):
     _looked: float = 0.0
     _reported: float | None = None
     """The last sign of life before the report."""
-    _is_quiet: bool = False
-    """Whether the report only said that the run is quiet."""
 
     def __post_init__(self) -> None:
         self._activity = Activity(self.limits.window)
@@ -144,11 +140,11 @@ class StallWatcher(Watcher):
         alive = max(self._start, self.progress.alive, 0 if self.progress.started else self.progress.spoke)
         if self._reported is not None and alive > self._reported and not self._stopped:
             yield _goes_on(now - self._reported)
-            self._reported, self._is_quiet = None, False
-        if (self._reported is None or self._is_quiet) and ranks:
+            self._reported = None
+        if self._reported is None and ranks:
             notice = self._judge(now, now - alive, ranks, processes)
             if notice:
-                self._reported, self._is_quiet = alive, notice.problem.code == QUIET
+                self._reported = alive
                 yield notice
 
     def _judge(self, now: float, silent: float, ranks: Processes, processes: Processes) -> Notice | None:
@@ -165,14 +161,7 @@ class StallWatcher(Watcher):
         self._look = self._see(now, silent, ranks, processes)
         if self._look.by_hand or not self._stands_still(now, silent, before, processes):
             return None
-        if self._waits_for_itself(self._look, processes) and not self._outlasts(now, silent):
-            return None if self._is_quiet else self._report_quiet(silent, self._look, ranks, processes)
         return self._report(silent, self._look, ranks, processes)
-
-    def _waits_for_itself(self, look: StandingRanks, processes: Processes) -> bool:
-        """Whether there is one process, for which no other rank waits: what it waits for may still come."""
-        worlds = (each.world for each in processes.values() if each.rank is not None)
-        return len(look.stacks) == 1 and not look.gone and max(worlds, default=1) <= 1
 
     @property
     def _last_limit(self) -> float:
@@ -203,25 +192,27 @@ class StallWatcher(Watcher):
     ) -> bool:
         look = self._look
         assert look is not None
-        if look.blamed and (look.gone or look == before):
-            return True
-        if self._outlasts(now, silent):
+        if self._outlasts(now, silent) or (look.blamed and (look.gone or look == before)):
             return True
         idle = self._activity.idle(now, processes.values())
         settled = min(silent - self.limits.look, idle) >= self.limits.look
         ends = bool(look.gone) and look.gone == self._pids.keys()  # the launcher is the last to end
-        return settled and not ends and not look.asking and self._is_alone(look, processes)
+        return settled and not ends and not look.asking and self._is_known(look, processes)
 
     def _outlasts(self, now: float, silent: float) -> bool:
         """Whether the silence is too long whatever the processes do: without a line of output, or bytes of files."""
         return min(silent, now - max(self._activity.moved, self.progress.spoke)) >= self._last_limit
 
-    def _is_alone(self, look: StandingRanks, processes: Processes) -> bool:
-        """Whether the cause is among these processes, and not on another machine that prepares data for all."""
+    def _is_known(self, look: StandingRanks, processes: Processes) -> bool:
+        """Whether the cause is among these ranks.
+
+        It is not if a single process waits, perhaps for something slow, or another machine prepares data for all.
+        """
         worlds = [each.world for each in processes.values() if each.rank is not None]
-        if max(worlds, default=0) > len(worlds):
+        world = max(worlds, default=0)
+        if world > len(worlds):
             return self.progress.started and bool(look.idle)
-        return self.progress.started or bool(worlds)
+        return world > 1 or len(look.stacks) > 1 or bool(look.gone)
 
     def _report(self, silent: float, look: StandingRanks, ranks: Processes, processes: Processes) -> Notice:
         found = f"no progress for {silent:.0f} s, since {self.progress.at}"
@@ -239,22 +230,6 @@ class StallWatcher(Watcher):
             ),
             lines=(*_described(look, ranks), *self._loaders(look, ranks, processes)),
             stop=self.stop,
-        )
-
-    def _report_quiet(
-        self, silent: float, look: StandingRanks, ranks: Processes, processes: Processes
-    ) -> Notice:
-        quiet = f"{silent / 60:.0f} minutes" if silent >= 90 else f"{silent:.0f} s"
-        return Notice(
-            Problem(
-                QUIET,
-                f"the run has been quiet for {quiet}",
-                found=f"no progress since {self.progress.at}, and the process waits",
-                remedy="see below what it waits for; nothing is wrong if that takes so long",
-                severity="warning",
-                values={"quiet": quiet},
-            ),
-            lines=(*_described(look, ranks), *self._loaders(look, ranks, processes)),
         )
 
     def _loaders(self, look: StandingRanks, ranks: Processes, processes: Processes) -> Iterator[str]:

@@ -38,8 +38,6 @@ name; in lines with a loss, every counter counts steps."""
 _VALUES = 2
 """Earlier values of a word and a number, without a loss or a total, that make it a counter of steps: settings look the
 same."""
-_NORMS = 3
-"""Consecutive gradient norms that are NaN before a warning: with fp16, a single one lowers the loss scale."""
 
 
 class ProgressReading(NamedTuple):
@@ -97,7 +95,6 @@ class TrainerProgress(Watcher):
     """By counter: its first values, and its last one."""
     _bar: tuple[str, str] | None = None
     """The outer one of bars without a name."""
-    _bad_norms: int = 0
     _warned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -116,7 +113,7 @@ class TrainerProgress(Watcher):
         if seen.counter is not None and [seen.n] != self._counters.get(seen.counter, [])[-1:]:
             self._advance(line.time, seen, seen.counter)
         yield from self._check_loss(line.rank, seen)
-        yield from self._check_others(seen)
+        yield from self._check_evaluation(seen)
 
     def _advance(self, time: float, seen: ProgressReading, counter: tuple[str, str]) -> None:
         earlier = self._counters.get(counter, [])[:_VALUES]
@@ -151,22 +148,8 @@ class TrainerProgress(Watcher):
         problem = not_finite(bad, seen.loss, seen.norm, where=where)
         return Notice(problem if stops else replace(problem, severity="warning"), stop=stops)
 
-    def _check_others(self, seen: ProgressReading) -> Iterator[Notice]:
-        """Warn once about a gradient norm that stays NaN, and about an evaluation."""
-        if seen.norm is not None:
-            self._bad_norms = self._bad_norms + 1 if math.isnan(seen.norm) else 0
-        is_finite = seen.loss is not None and math.isfinite(seen.loss)
-        if self._bad_norms >= _NORMS and is_finite and self._is_new("norm"):
-            yield Notice(
-                Problem(
-                    "gradient-norm-not-finite",
-                    "the gradient norm is NaN",
-                    found=f"{self.at}: {self._bad_norms} times in a row, loss {seen.loss:g}",
-                    remedy="stop the run if the loss no longer changes, lower the learning rate, and look for "
-                    "damaged records",
-                    severity="warning",
-                )
-            )
+    def _check_evaluation(self, seen: ProgressReading) -> Iterator[Notice]:
+        """Warn once about an evaluation."""
         evaluated = seen.evaluation
         if evaluated is not None and not math.isfinite(evaluated) and self._is_new("evaluation"):
             yield Notice(

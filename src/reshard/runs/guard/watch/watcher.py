@@ -14,12 +14,10 @@ from reshard.runs.guard.watch.process_tree import Processes
 class OutputLine:
     """A line that the run printed, without its end. A progress bar that redraws itself is a line each time.
 
-    `time` is in seconds since the epoch, `stream` is "stdout" or "stderr", and `rank` is None if the line does not name
-    it.
+    `time` is in seconds since the epoch, and `rank` is None if the line does not name it.
     """
 
     time: float
-    stream: str
     text: str
     rank: int | None = None
 
