@@ -17,7 +17,7 @@ from reshard.runs.checks import installed_packages
 from reshard.runs.checks.command.read_command import read_command
 from reshard.runs.checks.environment import PACKAGE_NAMES, find_gpus, look_around
 from reshard.runs.guard.before import command_python
-from reshard.runs.guard.before.command_python import PythonQuestion
+from reshard.runs.guard.before.command_python import python_answer
 from tests.environments import python
 
 PROBE = Path(installed_packages.__file__).read_text(encoding="utf-8")
@@ -25,7 +25,7 @@ OLD = Path.home() / ".pyenv/versions"
 
 
 def asked(line: str, folder: Path, **variables: str) -> command_python.PythonAnswer:
-    return PythonQuestion(read_command(line.split(), {**os.environ, **variables}, folder)).answer()
+    return python_answer(read_command(line.split(), {**os.environ, **variables}, folder))
 
 
 def test_the_probe_is_python_3_8() -> None:
@@ -170,7 +170,7 @@ def test_the_environment_in_which_a_runner_starts_a_script(line: str, project: P
     variables = with_runners(project)
     words = line.split()
     ran = subprocess.run(words, cwd=project, env=variables, check=True, capture_output=True, text=True)
-    answer = PythonQuestion(read_command(words, variables, project)).answer()
+    answer = python_answer(read_command(words, variables, project))
     assert answer.environment is not None, answer.silence
     assert answer.versions["safetensors"] == ran.stdout.split()[-1]
 
@@ -179,6 +179,6 @@ def test_the_environment_in_which_a_runner_starts_a_script(line: str, project: P
 def test_packages_that_uv_installs_before_the_start_are_not_judged(project: Path, tmp_path: Path) -> None:
     for name in ("pyproject.toml", "t.py"):
         shutil.copy(project / name, tmp_path)
-    answer = PythonQuestion(read_command(["uv", "run", "-m", "t"], with_runners(project), tmp_path)).answer()
+    answer = python_answer(read_command(["uv", "run", "-m", "t"], with_runners(project), tmp_path))
     assert "uv sync" in answer.silence and answer.missing == ()
     assert {each.name for each in tmp_path.iterdir()} == {"pyproject.toml", "t.py"}
