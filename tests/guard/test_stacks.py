@@ -29,16 +29,16 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
     """Two ranks: 0 waits in an all_reduce for 1, which sleeps. Both have announced themselves."""
     folder = tmp_path_factory.mktemp("guard")
     environment = {"RESHARD_GUARD": str(folder), "ANNOUNCED": "1", "PYTHONPATH": str(REPOSITORY / "src")}
-    environment["SCRATCH"] = str(folder)
+    environment |= {"SCRATCH": str(folder), "TORCH_FR_BUFFER_SIZE": "100"}
     run = subprocess.Popen(
-        [*TORCHRUN, SCRIPTS / "gloo.py", "step:3", "reached:1", "pause:300"],
+        [*TORCHRUN, SCRIPTS / "gloo.py", "step:3", "record:1", "pause:300"],
         env={**os.environ, **environment},
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     tree = ProcessTree(run.pid)
     end = time.monotonic() + 300
-    while not all((folder / f"reached_{rank}").exists() for rank in (0, 1)):
+    while not all((folder / f"trace_{rank}").exists() for rank in (0, 1)):
         assert run.poll() is None and time.monotonic() < end
         time.sleep(0.1)
     time.sleep(0.5)
@@ -84,6 +84,38 @@ def test_without_the_right_to_attach(hanging: tuple[Path, dict[int, Process]]) -
     assert idle[:2] == ["faulthandler", ""] and idle[2].endswith(" pause_in_data")
     unknown = confined(ranks[0], folder / "other")
     assert unknown[:2] == ["/proc", ""] and unknown[2].startswith("sleeping")
+
+
+@pytest.mark.thorough
+def test_the_flight_recorder(hanging: tuple[Path, dict[int, Process]]) -> None:
+    from reshard.runs.guard.watch.flight_recorder import described, read_dumps
+
+    folder, _ = hanging
+    dumps = read_dumps({"TORCH_FR_DUMP_TEMP_FILE": str(folder / "trace_")}, since=0)
+    assert dumps.keys() == {0, 1}
+    assert list(described(dumps)) == [
+        "flight recorder: rank 0 in gloo:all_reduce number 4 of group default_pg, shapes [[1]]; not called by rank 1"
+    ]
+    assert read_dumps({"TORCH_FR_DUMP_TEMP_FILE": str(folder / "trace_")}, since=time.time() + 1) == {}
+
+
+def test_a_dump_that_is_none(tmp_path: Path) -> None:
+    from reshard.runs.guard.watch.flight_recorder import read_dumps
+
+    (tmp_path / "trace_0").write_bytes(b"cos\nsystem\n(S'touch run'\ntR.")
+    (tmp_path / "trace_1").write_bytes(b"\x80\x04]\x94.")
+    assert read_dumps({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(tmp_path / "trace_")}, since=0) == {}
+
+
+def test_a_pipe_without_a_reader_does_not_block(tmp_path: Path) -> None:
+    from reshard.runs.guard.watch.flight_recorder import ask_for_dumps
+
+    os.mkfifo(tmp_path / "pipe_0.pipe")
+    os.mkfifo(tmp_path / "pipe_1.pipe")
+    reader = os.open(tmp_path / "pipe_1.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    ask_for_dumps({"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(tmp_path / "pipe_")}, [0, 1, 2])
+    assert os.read(reader, 10) == b"1"
+    os.close(reader)
 
 
 @pytest.mark.thorough

@@ -61,10 +61,12 @@ def save(seconds: float) -> None:
         time.sleep(0.02)
 
 
-def announce_later(seconds: float) -> None:
-    """Leave a file when the other thread is in what follows."""
+def record_flight(seconds: float) -> None:
+    """Write what torch's flight recorder has recorded a little later, as it does for NCCL after a timeout."""
+    from torch._C._distributed_c10d import _dump_fr_trace
+
     time.sleep(seconds)
-    (Path(os.environ["SCRATCH"]) / f"reached_{dist.get_rank()}").touch()
+    (Path(os.environ["SCRATCH"]) / f"trace_{dist.get_rank()}").write_bytes(_dump_fr_trace())
 
 
 def main() -> None:
@@ -99,8 +101,8 @@ def main() -> None:
             all_ranks()
         elif kind == "deadlock":
             dist.barrier() if dist.get_rank() else dist.recv(torch.ones(1), src=1)
-        elif kind == "reached":
-            threading.Thread(target=announce_later, args=(value,), daemon=True).start()
+        elif kind == "record":
+            threading.Thread(target=record_flight, args=(value,), daemon=True).start()
     bar.close()
     dist.destroy_process_group()
 

@@ -66,7 +66,7 @@ def guarded(
     screen = GuardScreen(relay, quiet=quiet)
     screen.print(f"output is kept in {folder / LOG}")
     environment[FOLDER_VARIABLE] = str(folder)
-    watchers = watchers_of(options, folder)
+    watchers = watchers_of(options, folder, environment)
     kills = oom_kills()
     outcome = supervise(starter(starts, environment, here, relay), relay, watchers, screen.say)
     try:
@@ -125,7 +125,7 @@ def _among_nodes(report: EndReport, command: TrainingCommand, screen: GuardScree
     return report if first["node"] == command.node_rank else replace(report, elsewhere=first)
 
 
-def watchers_of(options: GuardOptions, folder: Path) -> list[Watcher]:
+def watchers_of(options: GuardOptions, folder: Path, environment: dict[str, str]) -> list[Watcher]:
     """The watchers of a run. `folder` is where its scripts announce themselves."""
     progress = TrainerProgress(options.nan_steps)
     stall = StallWatcher(
@@ -133,6 +133,7 @@ def watchers_of(options: GuardOptions, folder: Path) -> list[Watcher]:
         partial(read_stack, folder=folder),
         StallLimits(startup=options.startup, stall=options.stall),
         stop=options.on_stall == "stop",
+        environment=environment,
     )
     return [progress, stall, MemoryWatcher()]
 

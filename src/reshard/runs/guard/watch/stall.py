@@ -9,13 +9,14 @@ bytes of files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from reshard.base.errors import Problem
 from reshard.runs.guard.options import GuardOptions
+from reshard.runs.guard.watch.flight_recorder import ask_for_dumps, described, read_dumps
 from reshard.runs.guard.watch.process_tree import Process, Processes, below, ranks_of
 from reshard.runs.guard.watch.stacks import Stack
 from reshard.runs.guard.watch.trainer_progress import TrainerProgress
@@ -115,6 +116,8 @@ class StallWatcher(Watcher):
     limits: StallLimits = field(default_factory=StallLimits)
     stop: bool = False
     """Whether a stall ends the run."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The variables of the command, which tell where torch's flight recorder writes."""
     _start: float = 0.0
     _pids: dict[int, int] = field(default_factory=dict)
     """The process of each rank that was seen."""
@@ -176,6 +179,7 @@ class StallWatcher(Watcher):
             for rank, each in ranks.items()
             if self._activity.idle(now, below(each.pid, processes)) >= self.limits.again
         }
+        ask_for_dumps(self.environment, ranks)
         is_read = idle or silent >= self._last_limit
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             read = pool.map(self.read_stack if is_read else lambda _: Stack(), ranks.values())
@@ -228,7 +232,11 @@ class StallWatcher(Watcher):
                 remedy="see below what each rank does; end the run, fix the cause, and resume from the last checkpoint",
                 severity="warning",
             ),
-            lines=(*_described(look, ranks), *self._loaders(look, ranks, processes)),
+            lines=(
+                *_described(look, ranks),
+                *self._loaders(look, ranks, processes),
+                *described(read_dumps(self.environment, self._start)),
+            ),
             stop=self.stop,
         )
 
