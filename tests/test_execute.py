@@ -69,7 +69,7 @@ def test_any_view_is_gathered_as_numpy_sees_it(tmp_path_factory: pytest.TempPath
         limit = data.draw(st.sampled_from([64, 4096, 1 << 16]))
         Gatherer(files, ledger, limit=limit).fill(view.pieces, U16, out)
     assert np.array_equal(out.reshape(view.shape), expected)
-    assert ledger is None or ledger.settle(files) == []
+    assert ledger is None or ledger.settle() == []
     files.close()
 
 
@@ -86,9 +86,7 @@ def test_checksums_add_up_from_any_ranges(tmp_path_factory, reads, damaged) -> N
     ledger = Ledger()
     for begin, count in reads:
         ledger.record(cells.storage, [(begin, memoryview(content[begin : begin + count]))])
-    files = OpenFiles()
-    assert ledger.settle(files) == ([cells.storage] if damaged and reads else [])
-    files.close()
+    assert ledger.settle() == ([cells.storage] if damaged and reads else [])
 
 
 @pytest.mark.parametrize("source", FLOATS)

@@ -20,7 +20,6 @@ from reshard.algebra.storage import Storage
 from reshard.transfer import ledger, memory_budget
 from reshard.transfer.journal import Journal, OutputIdentity
 from reshard.transfer.ledger import BYTES_PER_RANGE, ByteRanges, Ledger, join
-from reshard.transfer.thread_files import OpenFiles
 
 DATA = random.Random(0).randbytes(400)
 IDENTITY = OutputIdentity("this version", "these sources", "these options")
@@ -36,7 +35,7 @@ def test_ranges_come_in_any_order(spans: list[tuple[int, int]]) -> None:
     ranges, there = ByteRanges(), set[int]()
     for begin, length in spans:
         end = min(begin + length, len(DATA))
-        gaps = [at for first, last in ranges.missing(begin, end) for at in range(first, last)]
+        gaps = [at for first, last in ranges.gaps(begin, end) for at in range(first, last)]
         assert gaps == [at for at in range(begin, end) if at not in there]
         is_new = not there & set(range(begin, end))
         assert ranges.add(*as_range(begin, end)) == is_new
@@ -90,10 +89,8 @@ def test_of_too_many_those_of_one_file_are_lost(source: Storage, damaged: bool) 
         join(told, found.record(source, [(begin, memoryview(content)[begin : begin + 10])]))
     assert {path: ranges.lost for path, ranges in found.passed.items()} == {source.path: True, "other": False}
     assert told == found.passed
-    files = OpenFiles()
-    assert found.settle(files) == ([source] if damaged else [])
-    found.complete(files, {source.path: 404})
-    files.close()
+    assert found.settle() == ([source] if damaged else [])
+    found.complete({source.path: 404})
     assert found.passed[source.path].lost and list(found.passed["other"]) == [as_range(0, 10)]
 
 
@@ -102,9 +99,7 @@ def test_gaps_are_read_in_batches(source: Storage, monkeypatch: pytest.MonkeyPat
     found = Ledger()
     for begin in range(0, 400, 20):
         found.record(source, [(begin, memoryview(DATA)[begin : begin + 7])])
-    files = OpenFiles()
-    assert found.settle(files) == [] and found.is_right(source)
-    files.close()
+    assert found.settle() == [] and found.is_right(source)
 
 
 @pytest.mark.parametrize("lost_by", ["worker", "merging"])
@@ -114,9 +109,7 @@ def test_what_a_worker_lost_is_lost(source: Storage, lost_by: str) -> None:
     whole.record(source, [(100, memoryview(DATA)[100:110])])
     for begin in (0, 40, 80):
         part.record(source, [(begin, memoryview(DATA)[begin : begin + 10])])
-    files = OpenFiles()
-    new = whole.merge(files, pickle.loads(pickle.dumps(part.passed)))
-    files.close()
+    new = whole.merge(pickle.loads(pickle.dumps(part.passed)))
     assert new[source.path].lost and whole.passed[source.path].lost
 
 

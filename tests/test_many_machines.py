@@ -36,7 +36,6 @@ from reshard.transfer import part_claims
 from reshard.transfer.digests import CELL_BYTES, FileDigest
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.leftovers import unfinished
-from reshard.transfer.thread_files import OpenFiles
 from tests import environments, spreading
 from tests.bad_input.damage import find, flip
 from tests.commandline import reshard as command
@@ -551,9 +550,7 @@ def test_a_ledger_is_the_same_whoever_read_the_bytes(tmp_path: Path, seed: int) 
         part = memoryview(data)[begin : begin + rng.randrange(1 << 19)]
         alone.record(storage, [(begin, part)])
         rng.choice(workers).record(storage, [(begin, part)])
-    files = OpenFiles()
     for each in workers:
-        shared.merge(files, each.passed)
+        shared.merge(each.passed)
     assert shared.passed == alone.passed
-    assert shared.settle(files) == []
-    files.close()
+    assert shared.settle() == []

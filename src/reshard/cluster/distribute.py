@@ -22,11 +22,9 @@ from reshard.transfer import part_claims
 from reshard.transfer.execute import OnFile, Queue, divided
 from reshard.transfer.file_job import FileJob, continued
 from reshard.transfer.journal import Journal, WrittenFile
-from reshard.transfer.ledger import Passed
 from reshard.transfer.memory_budget import ThreadShare
 from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.run_state import RunState, RunTotals, opened
-from reshard.transfer.thread_files import OpenFiles
 from reshard.transfer.threads import together
 
 MAX_TRIES = 3
@@ -171,7 +169,7 @@ class _Distribution:
         """Merge and record the findings of a part; return the files with nothing left to write."""
         state = self._state
         state.name(outcome.names)
-        passed = self._passed(outcome)
+        passed = state.ledger.merge(outcome.passed) if state.ledger else {}
         whole = []
         for path, (found, seen) in outcome.files.items():
             found.passed, passed = passed, {}  # it does not matter with which file they are recorded
@@ -186,17 +184,6 @@ class _Distribution:
         (self._claims / f"{part.number}.claim").unlink(missing_ok=True)
         state.advance(part.nbytes)
         return whole
-
-    def _passed(self, outcome: PartOutcome) -> Passed:
-        """The ranges of the sources that this part was the first to read."""
-        ledger = self._state.ledger
-        if ledger is None:
-            return {}
-        files = OpenFiles()
-        try:
-            return ledger.merge(files, outcome.passed)
-        finally:
-            files.close()
 
 
 def _passing(error: BaseException) -> OSError:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import html
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from math import inf, prod, sqrt
 from pathlib import Path
 from threading import Event
@@ -37,7 +36,7 @@ from reshard.transfer.gather import check_sums
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory_budget import MemoryMeter, MemoryNeed, ThreadShare, most
 from reshard.transfer.source_files import OnStep, Sources
-from reshard.transfer.threads import together
+from reshard.transfer.threads import taken, together
 
 ROUNDED = "rounded"
 """Kind of a difference that quantization explains."""
@@ -382,8 +381,8 @@ def _compared(
     waiting = deque(same)
 
     def work(index: int, stopped: Event) -> list[Row]:
-        names = takewhile(lambda _: not stopped.is_set(), _taken(waiting))
-        return _differing(first, second, names, Comparer(stopped, share, ledger), on_bytes, changes)
+        with closing(Comparer(stopped, share, ledger)) as comparer:
+            return _differing(first, second, taken(waiting, stopped), comparer, on_bytes, changes)
 
     found = [row for part in together(work, share.threads) for row in part]
     rows += [row for row in found if row.kind not in EXPLAINED]
@@ -435,13 +434,6 @@ def _model_of(side: Side) -> str:
     return f"{side.model.family.name} ({layers} layers, hidden size {hidden})"
 
 
-def _taken(waiting: deque[str]) -> Iterator[str]:
-    """Take names one by one from those that all threads share."""
-    with suppress(IndexError):  # none are left
-        while True:
-            yield waiting.popleft()
-
-
 def _are_comparable(first: DType, second: DType) -> bool:
     return first == second or (castable(first) and castable(second))
 
@@ -477,18 +469,15 @@ def _differing(
     changes: list[Change] | None,
 ) -> list[Row]:
     rows = []
-    try:
-        for name in names:
-            measure = None if changes is None else Distance()
-            is_same = first.tensors.tensors[name].dtype == second.tensors.tensors[name].dtype
-            row, differ = (_same_dtype if is_same else _other_dtype)(first, second, name, comparer, measure)
-            if changes is not None and measure:
-                numel = prod(first.tensors.tensors[name].shape)
-                changes.append(Change(name, numel, differ, measure.moved, measure.norm))
-            rows += [row] if row else []
-            on_bytes(first.tensors.tensors[name].nbytes)
-    finally:
-        comparer.close()
+    for name in names:
+        measure = None if changes is None else Distance()
+        is_same = first.tensors.tensors[name].dtype == second.tensors.tensors[name].dtype
+        row, differ = (_same_dtype if is_same else _other_dtype)(first, second, name, comparer, measure)
+        if changes is not None and measure:
+            numel = prod(first.tensors.tensors[name].shape)
+            changes.append(Change(name, numel, differ, measure.moved, measure.norm))
+        rows += [row] if row else []
+        on_bytes(first.tensors.tensors[name].nbytes)
     return rows
 
 

@@ -7,7 +7,7 @@ names, dtypes and values are bit-identical to its output, in any format and layo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -127,12 +127,9 @@ class Weights(Mapping[str, LazyTensor]):
     @contextmanager
     def reading_from(self, files: Collection[str]) -> Iterator[Gatherer]:
         """Let a block read from some files, none of which may change meanwhile. Raises ReshardError if one does."""
-        opened = OpenFiles()
-        with self.reading(), self.checkpoint.sources.only(files).unchanged(self._ledger.passed):
-            try:
-                yield Gatherer(opened, self._ledger)
-            finally:
-                opened.close()
+        sources = self.checkpoint.sources.only(files)
+        with self.reading(), sources.unchanged(self._ledger.passed), closing(OpenFiles()) as opened:
+            yield Gatherer(opened, self._ledger)
 
     @cached_property
     def _plan(self) -> HubTensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from math import prod
 from typing import Any, TypeGuard
 
@@ -80,8 +81,5 @@ def _state(tensor: Tensor) -> Mapping[str, Any]:
 
 def stored_values(tensor: Tensor) -> Floats:
     """The elements of a small tensor that describes others."""
-    files = OpenFiles()
-    try:
+    with closing(OpenFiles()) as files:
         return Gatherer(files, None).read(tensor, 0, min(tensor.view.numel, 1 << 16))
-    finally:
-        files.close()

@@ -24,7 +24,7 @@ from reshard.transfer.ledger import ByteRanges, Passed
 from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.run_state import RunTotals
 from reshard.transfer.source_files import Sources
-from reshard.transfer.threads import together
+from reshard.transfer.threads import taken, together
 
 RECORD_KEY = "record"
 """The key of the XXH3-128 of the record itself, computed with zeros in its place."""
@@ -165,25 +165,22 @@ def digests_of(
     waiting = deque(names)
 
     def work(index: int, stopped: Event) -> dict[str, str]:
-        found = {}
-        while not stopped.is_set():
-            try:
-                name = waiting.popleft()
-            except IndexError:
-                break
-            try:
-                found[name] = digest_of(folder / name, stopped.is_set, on_bytes)
-            except OSError as error:
-                raise ReshardError(
-                    "record-file-unreadable",
-                    "a file cannot be read",
-                    file=str(folder / name),
-                    found=error.strerror or str(error),
-                    remedy="check the disk or file server, then run the same command again",
-                ) from error
-        return found
+        return {name: _digest_on_disk(folder / name, stopped, on_bytes) for name in taken(waiting, stopped)}
 
     return {name: digest for part in together(work, workers) for name, digest in part.items()}
+
+
+def _digest_on_disk(path: Path, stopped: Event, on_bytes: Callable[[int], None]) -> str:
+    try:
+        return digest_of(path, stopped.is_set, on_bytes)
+    except OSError as error:
+        raise ReshardError(
+            "record-file-unreadable",
+            "a file cannot be read",
+            file=str(path),
+            found=error.strerror or str(error),
+            remedy="check the disk or file server, then run the same command again",
+        ) from error
 
 
 def read_record(folder: Path) -> dict[str, Any]:

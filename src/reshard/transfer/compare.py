@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from contextlib import closing
 from operator import itemgetter
 from threading import Event
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory_budget import ThreadShare
 from reshard.transfer.overflow import Overflows
 from reshard.transfer.thread_files import OpenFiles
-from reshard.transfer.threads import together
+from reshard.transfer.threads import taken, together
 
 WINDOW_BYTES = 1 << 20
 """Most bytes compared at a time: small enough for the cache of a core, together with what they are cast from."""
@@ -188,21 +189,19 @@ def _gap(first: Elements, second: Elements, dtype: DType) -> float:
 def unequal_replicas(replicas: Sequence[Replica], share: ThreadShare) -> list[Problem]:
     """Problems of tensors that are stored more than once with different values, one for each file."""
 
-    def work(worker: int, stopped: Event) -> list[tuple[int, Problem]]:
-        comparer, found = Comparer(stopped, share), []
-        try:
-            for index in takewhile(
-                lambda _: not stopped.is_set(), range(worker, len(replicas), share.threads)
-            ):
-                different = _replica_difference(comparer, replicas[index])
-                if (different is None) != replicas[index].equal:
-                    found.append((index, _problem(replicas[index], different)))
-        finally:
-            comparer.close()
-        return found
-
     if not replicas:
         return []
+    waiting = deque(enumerate(replicas))
+
+    def work(worker: int, stopped: Event) -> list[tuple[int, Problem]]:
+        problems = []
+        with closing(Comparer(stopped, share)) as comparer:
+            for index, replica in taken(waiting, stopped):
+                difference = _replica_difference(comparer, replica)
+                if (difference is None) != replica.equal:
+                    problems.append((index, _problem(replica, difference)))
+        return problems
+
     problems = sorted((each for part in together(work, share.threads) for each in part), key=itemgetter(0))
     return one_for_each_file(problem for _, problem in problems)
 

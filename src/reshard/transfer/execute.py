@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
@@ -25,7 +25,7 @@ from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.run_state import RunState, RunTotals, opened
 from reshard.transfer.sink import PageBuffer
 from reshard.transfer.thread_files import OpenFiles
-from reshard.transfer.threads import together
+from reshard.transfer.threads import taken, together
 
 FLUSH_SECONDS = 1.0
 """Seconds that an interrupted run may spend on flushing its progress to disk."""
@@ -68,7 +68,7 @@ def execute(
     queue = Queue(state, left, lambda file: continued(state, file), FileJob.close, on_file)
 
     def work(index: int, stopped: Event) -> None:
-        for path in popped(finished, stopped):
+        for path in taken(finished, stopped):
             on_file(path, stopped)
         queue.work(stopped)
 
@@ -83,13 +83,6 @@ def divided(state: RunState) -> tuple[list[str], list[OutputFile]]:
     whole = {path for path, each in before.items() if each.is_whole}
     here = [path for path in before if path in whole and before[path].elsewhere is None]
     return here, [file for file in state.plan.files if file.path not in whole]
-
-
-def popped(waiting: deque[str], stopped: Event) -> Iterator[str]:
-    """Items of a queue that several threads share, until it is empty or the run is stopped."""
-    with suppress(IndexError):
-        while not stopped.is_set():
-            yield waiting.popleft()
 
 
 class Queue:

@@ -239,7 +239,7 @@ def _strided(array: np.ndarray[Any, Any], first: int, axes: list[tuple[int, int]
     return as_strided(array[first:], shape, [stride * array.itemsize for _, stride in axes])
 
 
-def crc_problem(storage: Storage, tensor: str | None) -> Problem:
+def _crc_problem(storage: Storage, tensor: str | None) -> Problem:
     """The error for a storage whose bytes have changed since they were written."""
     return Problem(
         "checksum-mismatch",
@@ -254,10 +254,5 @@ def crc_problem(storage: Storage, tensor: str | None) -> Problem:
 
 def check_sums(ledger: Ledger, names: Mapping[Storage, str]) -> None:
     """Raise ReshardError for each storage whose bytes do not have the recorded CRC32."""
-    files = OpenFiles()
-    try:
-        wrong = ledger.settle(files)
-    finally:
-        files.close()
-    if wrong:
-        raise ReshardError([crc_problem(storage, names.get(storage)) for storage in wrong])
+    if wrong := ledger.settle():
+        raise ReshardError([_crc_problem(storage, names.get(storage)) for storage in wrong])

@@ -10,15 +10,13 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from threading import Lock
-from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32, crc32_combine
 
 from reshard.algebra.storage import Storage
-
-if TYPE_CHECKING:
-    from reshard.transfer.thread_files import OpenFiles
+from reshard.transfer.thread_files import OpenFiles
 
 Range = tuple[int, int, int]
 """Bytes `begin` to `end` of a file, and their CRC32."""
@@ -93,7 +91,7 @@ class ByteRanges:
                 del column[first + 1 : last]
         return True
 
-    def missing(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    def gaps(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """The parts of bytes `begin` to `end` that are in no range."""
         place = max(bisect_left(self._begins, begin) - 1, 0)
         while begin < end and place < len(self):
@@ -185,10 +183,10 @@ class Ledger:
             if storage.crc32 is not None:
                 self._touched.add(storage)
             ranges = self.passed.setdefault(storage.path, ByteRanges())
-            gaps = [] if ranges.lost else [[*ranges.missing(at, at + len(data))] for at, data in places]
+            gaps = [] if ranges.lost else [[*ranges.gaps(at, at + len(data))] for at, data in places]
         found = []
-        for (at, data), missing in zip(places, gaps, strict=False):
-            for gap in missing:
+        for (at, data), unread in zip(places, gaps, strict=False):
+            for gap in unread:
                 cells = _cells(*gap, self._apart) if self._apart < NEVER else [gap]
                 found += [(first, last, crc32(data[first - at : last - at])) for first, last in cells]
         with self._lock:  # another thread may have noted the same ranges meanwhile
@@ -209,24 +207,24 @@ class Ledger:
             new[largest] = ByteRanges(None)
         return new
 
-    def merge(self, files: OpenFiles, more: Passed) -> Passed:
+    def merge(self, more: Passed) -> Passed:
         """Merge ranges that were read elsewhere; if some bytes of a range are here already, the others are read again.
 
         Returns what is new, and what is lost.
         """
         new: Passed = {}
-        for path, found in more.items():
-            ranges = self.passed.setdefault(path, ByteRanges())
-            if found.lost:
-                self._count -= len(ranges)
-                ranges.lose()
-                new[path] = ByteRanges(None)
-            for begin, end, value in found:
-                is_new = list(ranges.missing(begin, end)) == [(begin, end)]
-                fresh = (
-                    self._add(path, [(begin, end, value)]) if is_new else self._read(files, path, begin, end)
-                )
-                join(new, fresh)
+        with closing(OpenFiles()) as files:
+            for path, found in more.items():
+                ranges = self.passed.setdefault(path, ByteRanges())
+                if found.lost:
+                    self._count -= len(ranges)
+                    ranges.lose()
+                    new[path] = ByteRanges(None)
+                for begin, end, value in found:
+                    if list(ranges.gaps(begin, end)) == [(begin, end)]:
+                        join(new, self._add(path, [(begin, end, value)]))
+                    else:
+                        join(new, self._read(files, path, begin, end))
         return new
 
     def touch(self, storage: Storage) -> None:
@@ -245,35 +243,36 @@ class Ledger:
         ranges = self.passed.get(storage.path, ByteRanges())
         return ranges.checksum_of(storage.offset, storage.offset + storage.nbytes)
 
-    def settle(self, files: OpenFiles) -> list[Storage]:
+    def settle(self) -> list[Storage]:
         """Read the rest of each storage that was touched, and return the storages whose CRC32 is wrong."""
         wrong = []
-        for storage in self._touched:
-            begin, end = storage.offset, storage.offset + storage.nbytes
-            self._read(files, storage.path, begin, end)
-            found = self._checksum(storage)
-            if found is None:  # it is inside a larger range, or its ranges are lost
-                alone = Ledger()
-                alone._read(files, storage.path, begin, end)
-                found = alone._checksum(storage)
-            if found != storage.crc32:
-                wrong.append(storage)
+        with closing(OpenFiles()) as files:
+            for storage in self._touched:
+                begin, end = storage.offset, storage.offset + storage.nbytes
+                self._read(files, storage.path, begin, end)
+                checksum = self._checksum(storage)
+                if checksum is None:  # it is inside a larger range, or its ranges are lost
+                    alone = Ledger()
+                    alone._read(files, storage.path, begin, end)
+                    checksum = alone._checksum(storage)
+                if checksum != storage.crc32:
+                    wrong.append(storage)
         return wrong
 
-    def complete(self, files: OpenFiles, sizes: Mapping[str, int]) -> None:
+    def complete(self, sizes: Mapping[str, int]) -> None:
         """Read the rest of each file if little is missing. `sizes` are those of the files, in bytes."""
-        for path, size in sizes.items():
-            ranges = self.passed.get(path, ByteRanges())
-            if not ranges.lost and 0 < size - ranges.nbytes <= max(
-                MAX_UNREAD_BYTES, size // MAX_UNREAD_DIVISOR
-            ):
-                self._read(files, path, 0, size)
+        with closing(OpenFiles()) as files:
+            for path, size in sizes.items():
+                ranges = self.passed.get(path, ByteRanges())
+                rest = 0 if ranges.lost else size - ranges.nbytes
+                if 0 < rest <= max(MAX_UNREAD_BYTES, size // MAX_UNREAD_DIVISOR):
+                    self._read(files, path, 0, size)
 
     def _read(self, files: OpenFiles, path: str, begin: int, end: int) -> Passed:
         """Read those bytes of a file that are in no range. Returns what is new, and what is lost."""
         ranges, new = self.passed.setdefault(path, ByteRanges()), Passed()
         size = min(READ_BYTES, end - begin)
-        while not ranges.lost and (batch := next(_batches(ranges.missing(begin, end), size), None)):
+        while not ranges.lost and (batch := next(_batches(ranges.gaps(begin, end), size), None)):
             files.read(path, batch)
             join(new, self._add(path, [(start, start + len(part), crc32(part)) for start, part in batch]))
             begin = batch[-1][0] + len(batch[-1][1])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Lock
@@ -19,7 +18,7 @@ from reshard.transfer.batch import batches
 from reshard.transfer.digests import CELL_BYTES, DIGEST_BYTES, FileDigest, digest_of, matches
 from reshard.transfer.journal import Journal, WrittenFile
 from reshard.transfer.plan import OutputFile, Plan
-from reshard.transfer.threads import together
+from reshard.transfer.threads import taken, together
 
 CELLS_AT_A_TIME = 256
 """Cells that a thread checks at a time."""
@@ -54,13 +53,11 @@ def check_kept(plan: Plan, folder: Path, journal: Journal, threads: int) -> Kept
     wrong: list[str] = []
 
     def work(index: int, stopped: Event) -> None:
-        with suppress(IndexError):
-            while not stopped.is_set():
-                task = waiting.popleft()
-                if not isinstance(task, str):
-                    task[0].check(folder, task[1])
-                elif not _is_as_written(folder / task, there[task], journal, stopped):
-                    wrong.append(task)
+        for task in taken(waiting, stopped):
+            if not isinstance(task, str):
+                task[0].check(folder, task[1])
+            elif not _is_as_written(folder / task, there[task], journal, stopped):
+                wrong.append(task)
 
     together(work, threads)
     for path in wrong:

@@ -348,7 +348,7 @@ class _RecordedFile:
 
     def _add(self, at: int, data: memoryview) -> None:
         with _adding:
-            for begin, end in list(self._ranges.missing(at, at + len(data))):
+            for begin, end in list(self._ranges.gaps(at, at + len(data))):
                 self._ranges.add(begin, end, crc32(data[begin - at : end - at]))
 
     def close(self) -> None:

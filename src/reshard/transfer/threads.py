@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from threading import Event
@@ -47,6 +48,13 @@ def together(work: Callable[[int, Event], T], threads: int) -> list[T]:
     finally:
         _end(pool, futures, begin, stopped)
     return [future.result() for future in futures]
+
+
+def taken(waiting: deque[T], stopped: Event) -> Iterator[T]:
+    """Items of a queue that several threads share, until it is empty or the work is stopped."""
+    with suppress(IndexError):
+        while not stopped.is_set():
+            yield waiting.popleft()
 
 
 def _end(pool: ThreadPoolExecutor, futures: list[Future[T]], begin: Event, stopped: Event) -> None:
