@@ -16,6 +16,7 @@ from reshard.transfer.journal import RESERVED_BYTES, Journal, OutputIdentity
 from reshard.transfer.leftovers import recover, remove_unfinished, unfinished
 from reshard.transfer.sink import allocate
 from reshard.transfer.staging import staged
+from reshard.transfer.written_file import WrittenFile
 from tests.staging import LEFT, names, write
 
 ONE, OTHER = OutputIdentity("1", "a", "x"), OutputIdentity("1", "a", "y")
@@ -31,9 +32,7 @@ def interrupted(
         staged(target, {"done": 4, "rest": 4}, overwrite=overwrite, journal=journal) as folder,
     ):
         (folder / "done").write_text("done")
-        modified = (folder / "done").stat().st_mtime_ns
-        entry = {"file": "done", "bytes": 4, "modified": modified, "batches": [], "begun": {}, "late": []}
-        journal.add(entry)
+        journal.record("done", WrittenFile(4, modified=(folder / "done").stat().st_mtime_ns))
         raise error
 
 
@@ -115,7 +114,7 @@ def test_only_what_lies_there_as_it_was_left_is_continued(tmp_path: Path, how: s
     elif how == "journal cut":
         os.truncate(journal, journal.stat().st_size - 1)
     elif how == "journal edited":
-        journal.write_bytes(journal.read_bytes().replace(b'"bytes":4,', b'"bytes":5,'))
+        journal.write_bytes(journal.read_bytes().replace(b'"finished":4,', b'"finished":5,'))
     else:
         (left.folder / "replaced").mkdir()  # it was published
     journal = Journal(ONE)

@@ -146,10 +146,14 @@ JOURNAL = "\n".join(
     (
         '{"command":"reshard convert a b","folder":"/tmp","bytes":4096,"version":"1","sources":"2","options":"3"}',
         '{"replicas":"equal"}',
-        '{"file":"model.safetensors","bytes":1024,"batches":[0,2],"begun":{"1":[512,77,false]},"late":[[3,"00ff"]],'
-        '"nonfinite":["a"],"unchecked":[["x",["/tmp/f",0,8,5]]],"checked":[]}',
-        '{"anew":"model.safetensors"}',
-        '{"file":"model.safetensors","bytes":4096,"modified":1,"digest":"0f","batches":[1],"begun":{},"late":[]}',
+        '{"file":"model.safetensors","written":{"finished":1024,"batches":[[0,1],[2,3]],'
+        '"begun":{"1":[1024,1536,77,false,[1,7e4,"float16"]]},"late":[[3,"00ff"]],"nonfinite":["a"],'
+        '"overflowed":[["a",8,1,7e4,"float16"]],"modified":null,"digest":"","elsewhere":null},'
+        '"passed":{"/tmp/f":[[0,8,5]]},"unchecked":[["x","/tmp/f",0,8,5]],"checked":[]}',
+        '{"file":"model.safetensors","written":{"finished":0,"batches":[],"begun":{},"late":[],"nonfinite":[],'
+        '"overflowed":[],"modified":null,"digest":"","elsewhere":null}}',
+        '{"file":"model.safetensors","written":{"finished":4096,"batches":[],"begun":{},"late":[],"nonfinite":[],'
+        '"overflowed":[],"modified":1,"digest":"0f","elsewhere":null}}',
     )
 )
 MARKER = json.dumps(

@@ -21,10 +21,10 @@ from reshard.cluster.plan_parts import PartOutcome, PlanPart, cut
 from reshard.transfer import part_claims
 from reshard.transfer.execute import OnFile, Queue, divided
 from reshard.transfer.file_job import FileJob, continued
-from reshard.transfer.journal import Journal, WrittenFile
+from reshard.transfer.journal import Journal
 from reshard.transfer.memory_budget import ThreadShare
 from reshard.transfer.plan import OutputFile, Plan
-from reshard.transfer.run_state import RunState, RunTotals, opened
+from reshard.transfer.run_state import RunState, RunTotals, SourceReads, opened
 from reshard.transfer.threads import together
 
 MAX_TRIES = 3
@@ -103,8 +103,7 @@ class _Distribution:
         jobs = [continued(self._state, file) for file in files]
         written = [job for job in jobs if not job.waiting]
         self._jobs = {job.path: job for job in jobs if job.waiting}
-        before = self._state.journal.progress.files
-        left = sum(file.size - before.get(file.path, WrittenFile()).nbytes for file in files)
+        left = sum(file.size - job.written.nbytes for file, job in zip(files, jobs, strict=True))
         parts = parts_for(self._executor, jobs, left)
         stopped = Event()
 
@@ -169,16 +168,16 @@ class _Distribution:
         """Merge and record the findings of a part; return the files with nothing left to write."""
         state = self._state
         state.name(outcome.names)
-        passed = state.ledger.merge(outcome.passed) if state.ledger else {}
+        read = outcome.read
+        state.touch(read.storages)
+        read.ranges = state.ledger.merge(read.ranges) if state.ledger else {}
         whole = []
-        for path, (found, seen) in outcome.files.items():
-            found.passed, passed = passed, {}  # it does not matter with which file they are recorded
-            state.touch(found.taken)
+        for path, (written, seen) in outcome.files.items():
             job = self._jobs[path]
             job.digest.merge(seen)
-            job.finish(found)
-            state.report.nonfinite += sorted(found.nonfinite - set(state.report.nonfinite))
-            job.note()
+            job.finish(written, read)
+            read = SourceReads()  # it does not matter with which file it is recorded
+            job.record()
             if job.is_written():
                 whole.append(self._jobs.pop(path))
         (self._claims / f"{part.number}.claim").unlink(missing_ok=True)

@@ -10,13 +10,14 @@ from reshard.algebra.storage import Storage
 from reshard.base.errors import listed, size
 from reshard.transfer.digests import SeenCells
 from reshard.transfer.execute import Queue
-from reshard.transfer.file_job import BatchFindings, FileJob
-from reshard.transfer.journal import BegunBlock, Journal, WrittenFile
-from reshard.transfer.ledger import CELL_BYTES, Ledger, Passed
+from reshard.transfer.file_job import FileJob
+from reshard.transfer.journal import Journal
+from reshard.transfer.ledger import CELL_BYTES, Ledger
 from reshard.transfer.memory_budget import ThreadShare
 from reshard.transfer.plan import OutputFile, Plan
-from reshard.transfer.run_state import RunState
+from reshard.transfer.run_state import RunState, SourceReads
 from reshard.transfer.threads import together
+from reshard.transfer.written_file import BegunBlock, WrittenFile
 
 
 @dataclass
@@ -39,12 +40,12 @@ class PlanPart:
 class PartOutcome:
     """What a worker found in a part that is on disk now, or the `error` that it failed with.
 
-    `files` maps each path to what its batches found and the digests of its bytes; `passed` are the CRC32s of what was
+    `files` maps each path to what is written of it and the digests of its bytes; `read` has the CRC32s of what was
     read, and `names` gives a tensor for each storage if known.
     """
 
-    files: dict[str, tuple[BatchFindings, SeenCells]] = field(default_factory=dict)
-    passed: Passed = field(default_factory=dict)
+    files: dict[str, tuple[WrittenFile, SeenCells]] = field(default_factory=dict)
+    read: SourceReads = field(default_factory=SourceReads)
     names: Mapping[Storage, str] = field(default_factory=dict)
     error: Exception | None = None
 
@@ -59,7 +60,7 @@ def cut(jobs: Iterable[FileJob], most: int) -> Iterator[PlanPart]:
     for job in jobs:
         waiting, job.waiting = job.waiting[::-1], []
         for batch in waiting:
-            begun = job.begun.get(batch.number)
+            begun = job.written.begun.get(batch.number)
             nbytes = batch.end - (begun.end if begun else batch.begin)
             if part.batches and part.nbytes + nbytes > most:
                 yield part
@@ -95,7 +96,7 @@ def execute_part(
 
     ledger = Ledger(every=True, apart=CELL_BYTES, most=share.ranges) if checksum else None
     state = RunState(plan, folder, share, ledger, Journal(), on_bytes)
-    written: dict[str, tuple[BatchFindings, SeenCells]] = {}
+    outcome = PartOutcome(names=state.names)
 
     def begin(file: OutputFile) -> FileJob:
         before = WrittenFile(begun=part.begun.get(file.path, {}))
@@ -106,9 +107,11 @@ def execute_part(
         job.sink.flush()
         job.abandon()
         with state.lock:
-            written[job.path] = job.unsaved, job.digest.seen()
+            outcome.files[job.path] = job.written, job.digest.seen()
+            outcome.read.storages |= job.unsaved.storages
 
     queue = Queue(state, (file for file in plan.files if file.path in part.batches), begin, close)
     with queue:
         together(lambda index, stopped: queue.work(stopped), share.threads)
-    return PartOutcome(files=written, passed=ledger.passed if ledger else {}, names=state.names)
+    outcome.read.ranges = ledger.passed if ledger else {}
+    return outcome

@@ -11,11 +11,11 @@ from isal.isal_zlib import crc32
 
 from reshard.transfer.elements import RAW_DTYPES, count_nonfinite, has_nonfinite
 from reshard.transfer.gather import Gatherer
-from reshard.transfer.journal import BegunBlock
 from reshard.transfer.memory_budget import WINDOW_BYTES
 from reshard.transfer.overflow import Overflows
 from reshard.transfer.plan import Block, OutputFile
 from reshard.transfer.sink import PAGE_BYTES
+from reshard.transfer.written_file import BegunBlock
 
 
 class BlockState:
@@ -29,9 +29,9 @@ class BlockState:
         self.overflow = begun.overflow if begun else None
         self._checksum = begun.checksum if begun else 0
 
-    def begun(self, end: int) -> BegunBlock:
-        """Progress of the block once all bytes before `end` of its file are written."""
-        return BegunBlock(end, self._checksum, self.nonfinite, self.overflow)
+    def begun(self, begin: int, end: int) -> BegunBlock:
+        """Progress of the block once bytes `begin` to `end` of its file are written."""
+        return BegunBlock(begin, end, self._checksum, self.nonfinite, self.overflow)
 
     def is_transposed(self) -> bool:
         """Whether elements adjacent in the output are not adjacent in the source."""

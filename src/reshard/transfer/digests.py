@@ -138,7 +138,7 @@ class FileDigest:
 
     def _told(self, cells: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         """The digests of cells: those of adjacent ones together, with the number of the first."""
-        for first, last in _runs(cells):
+        for first, last in runs(cells):
             yield first, bytes(self._digests[first * DIGEST_BYTES : last * DIGEST_BYTES])
 
     def seen(self) -> SeenCells:
@@ -195,8 +195,8 @@ def _covered(ranges: Iterable[tuple[int, int]]) -> int:
     return count
 
 
-def _runs(cells: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of adjacent numbers."""
+def runs(cells: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Ranges (first, end) of adjacent numbers."""
     for _, group in groupby(enumerate(sorted(cells)), lambda each: each[1] - each[0]):
         numbers = [number for _, number in group]
         yield numbers[0], numbers[-1] + 1

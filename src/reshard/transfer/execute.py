@@ -17,15 +17,16 @@ from types import TracebackType
 from reshard.algebra.tensors import cells_of
 from reshard.base.shared_options import MemoryOption
 from reshard.transfer.batch import Batch, BlockState
-from reshard.transfer.file_job import BatchFindings, FileJob, continued
+from reshard.transfer.file_job import FileJob, continued
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.journal import Journal
 from reshard.transfer.memory_budget import WINDOW_BYTES, ThreadShare, shared
 from reshard.transfer.plan import OutputFile, Plan
-from reshard.transfer.run_state import RunState, RunTotals, opened
+from reshard.transfer.run_state import RunState, RunTotals, SourceReads, opened
 from reshard.transfer.sink import PageBuffer
 from reshard.transfer.thread_files import OpenFiles
 from reshard.transfer.threads import taken, together
+from reshard.transfer.written_file import WrittenFile
 
 FLUSH_SECONDS = 1.0
 """Seconds that an interrupted run may spend on flushing its progress to disk."""
@@ -79,9 +80,8 @@ def execute(
 
 def divided(state: RunState) -> tuple[list[str], list[OutputFile]]:
     """The paths of files that an earlier run has completed and that are still here, and the files that it has not."""
-    before = state.journal.progress.files
-    whole = {path for path, each in before.items() if each.is_whole}
-    here = [path for path in before if path in whole and before[path].elsewhere is None]
+    whole = {path: each for path, each in state.files.items() if each.is_whole}
+    here = [path for path, each in whole.items() if each.elsewhere is None]
     return here, [file for file in state.plan.files if file.path not in whole]
 
 
@@ -167,12 +167,12 @@ class _WriterThread:
 
     def write(self, job: FileJob, batch: Batch, stopped: Event) -> bool:
         """Assemble and write one window after another. Returns False if the batch is not finished."""
-        begun = job.begun.get(batch.number)
+        begun = job.written.begun.get(batch.number)
         streams = [BlockState(block, begun) for block in batch.blocks]
         if begun:
             self.state.touch(cells.storage for cells in cells_of(streams[0].view))
         unsigned = deque(streams)
-        found = BatchFindings([batch.number], batch.end - batch.begin)
+        written, read = WrittenFile(batch.end - batch.begin, {batch.number}), SourceReads()
         limit = self.state.share.wide if any(map(BlockState.is_transposed, streams)) else WINDOW_BYTES
         for begin, end in batch.windows(limit, begun.end if begun else batch.begin):
             if stopped.is_set():
@@ -181,15 +181,17 @@ class _WriterThread:
             batch.fill(raw, begin, streams, self.gatherer)
             while unsigned and unsigned[0].end <= end:
                 stream = unsigned.popleft()
-                found.late += stream.sign(raw, begin)
-                found.taken.update(self.state.note(stream))
+                written.late += stream.sign(raw, begin)
+                read.storages.update(self.state.name_storages(stream))
             job.write(raw.data, begin)
             self.state.advance(len(raw))
             is_alone = len(streams) == 1 and bool(unsigned)
-            job.wrote(batch, streams[0].begun(end) if is_alone else None, len(raw), self.gatherer)
-        found.passed = self.gatherer.take_passed()
-        found.nonfinite.update(each.block.name for each in streams if each.nonfinite)
+            job.wrote(
+                batch, streams[0].begun(batch.begin, end) if is_alone else None, len(raw), self.gatherer
+            )
+        read.ranges = self.gatherer.take_passed()
+        written.nonfinite.update(each.block.name for each in streams if each.nonfinite)
         places = {(each.block.name, each.block.offset): each.overflow for each in streams}
-        found.overflowed.update({place: lost for place, lost in places.items() if lost})
-        job.finish(found)
+        written.overflowed.update({place: lost for place, lost in places.items() if lost})
+        job.finish(written, read)
         return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -23,9 +23,9 @@ from reshard.base.errors import UNUSABLE, ReshardError
 from reshard.stores import OpenFile, open_file
 from reshard.transfer.digests import PartDigests
 from reshard.transfer.ledger import Passed, join
-from reshard.transfer.overflow import Overflow
 from reshard.transfer.sink import allocate
 from reshard.transfer.source_files import Seals, Sources
+from reshard.transfer.written_file import WrittenFile
 
 RESERVED_BYTES = 1 << 20
 """Bytes allocated on disk ahead of the journal's end, so that progress can still be recorded when the disk is full."""
@@ -76,73 +76,23 @@ class OutputIdentity(NamedTuple):
         return ", ".join(words[name] for name in words if getattr(self, name) != getattr(other, name))
 
 
-class BegunBlock(NamedTuple):
-    """A large block that is written up to byte `end` of its file, and what its bytes have shown so far."""
-
-    end: int
-    checksum: int
-    nonfinite: bool
-    overflow: Overflow | None = None
-
-    @staticmethod
-    def of(told: Sequence[Any]) -> BegunBlock:
-        """The progress that a line of a journal tells. Raises one of `UNUSABLE` if it is malformed."""
-        end, checksum, nonfinite, *rest = told
-        return BegunBlock(end, checksum, nonfinite, Overflow(*rest[0]) if rest and rest[0] else None)
-
-
-@dataclass
-class WrittenFile:
-    """What is on disk of one output file. Batches are identified by their numbers.
-
-    `modified`, the modification time in nanoseconds, and `digest` are set for a complete file; until then there are
-    digests of its parts, `sums`. `late` are checksums
-    (offset, value) to write after everything else. `overflowed` are the finite values that a cast lost, by tensor and
-    offset of the block. `elsewhere` is the state of a complete file that was uploaded, and
-    is no longer in the folder.
-    """
-
-    nbytes: int = 0
-    modified: int | None = None
-    digest: str = ""
-    sums: PartDigests = field(default_factory=PartDigests)
-    batches: set[int] = field(default_factory=set)
-    begun: dict[int, BegunBlock] = field(default_factory=dict)
-    late: list[tuple[int, bytes]] = field(default_factory=list)
-    overflowed: dict[tuple[str, int], Overflow] = field(default_factory=dict)
-    elsewhere: str | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the file is complete."""
-        return self.modified is not None
-
-    def is_at(self, path: Path, size: int) -> bool:
-        """Whether a file of this size is at `path`, unmodified if it was complete."""
-        try:
-            status = path.lstat()
-        except OSError:
-            return False
-        return status.st_size == size and self.modified in (None, status.st_mtime_ns)
-
-
 @dataclass
 class JournalContent:
     """Everything that a journal records.
 
-    `unchecked` are storages with a checksum that finished blocks read only in part, each with the name of a tensor in
-    it. `passed` are the ranges of the sources that these blocks were made from.
+    `sums` are digests of parts of files that are not complete. `unchecked` are storages with a checksum that finished
+    blocks read only in part, each with the name of a tensor in it. `passed` are the ranges of the sources that the
+    files were made from; `is_untold` says that it lacks some. `equal` says that tensors that are stored more than once
+    were compared and found equal.
     """
 
     equal: bool = False
-    """Whether tensors that are stored more than once were compared and found equal."""
     files: dict[str, WrittenFile] = field(default_factory=dict)
-    nonfinite: set[str] = field(default_factory=set)
+    sums: dict[str, PartDigests] = field(default_factory=dict)
     unchecked: dict[Storage, str] = field(default_factory=dict)
     passed: Passed = field(default_factory=dict)
     seals: Seals = field(default_factory=dict)
     is_untold: bool = False
-    """Whether `passed` lacks ranges that blocks were made from."""
 
     @property
     def nbytes(self) -> int:
@@ -157,44 +107,31 @@ class JournalContent:
     def apply(self, entry: Mapping[str, Any]) -> None:
         """Apply one line. Raises one of `UNUSABLE` if it is malformed."""
         self.equal = self.equal or entry.get("replicas") == "equal"
-        self.nonfinite.update(entry.get("nonfinite", ()))
-        for name, *place in entry.get("unchecked", ()):
-            self.unchecked[Storage(*place)] = name
-        for place in entry.get("checked", ()):
-            self.unchecked.pop(Storage(*place), None)
-        join(self.passed, entry.get("passed", {}))
-        if "uploaded" in entry:
-            self.files[entry["uploaded"]].elsewhere = str(entry["state"])
         if "seals" in entry:
             self.equal = False  # what was compared may have changed, and only what was used is checked again
             self.seals = {
                 real: (int(when), str(path), ranges) for real, (when, path, ranges) in entry["seals"].items()
             }
         if "sums" in entry:
-            self.files.setdefault(entry["sums"], WrittenFile()).sums.join(_sums_of(entry))
-        if "anew" in entry:
-            del self.files[entry["anew"]]
-            self.is_untold = True
-            self.passed.clear()  # it is unknown which of them went into that file
-        if "lost" in entry:
-            written = self.files[entry["lost"]]
-            written.nbytes = int(entry["bytes"])
-            written.batches.difference_update(entry["batches"])
-            for number in entry["batches"]:
-                written.begun.pop(number, None)
+            self.sums.setdefault(entry["sums"], PartDigests()).join(_sums_of(entry))
+        if "file" in entry:
+            self._replace(entry["file"], WrittenFile.of_entry(entry["written"]))
+        for name, *place in entry.get("unchecked", ()):
+            self.unchecked[Storage(*place)] = name
+        for place in entry.get("checked", ()):
+            self.unchecked.pop(Storage(*place), None)
+        join(self.passed, entry.get("passed", {}))
+
+    def _replace(self, path: str, written: WrittenFile) -> None:
+        """Replace the record of a file. If less is written than before, what that was made from is unknown."""
+        if written.nbytes < self.files.get(path, WrittenFile()).nbytes:
             self.is_untold = True
             self.passed.clear()
-        if "file" in entry:
-            written = self.files.setdefault(entry["file"], WrittenFile())
-            written.nbytes, written.modified = int(entry["bytes"]), entry.get("modified")
-            written.digest = entry.get("digest", "")
-            written.batches.update(entry["batches"])
-            written.begun = {int(number): BegunBlock.of(begun) for number, begun in entry["begun"].items()}
-            written.late += [(place, bytes.fromhex(value)) for place, value in entry["late"]]
-            for name, offset, *overflow in entry.get("overflowed", ()):
-                written.overflowed[name, offset] = Overflow(*overflow)
-            if written.is_whole:
-                written.sums = PartDigests()
+        self.files.pop(path, None)
+        if written.nbytes or written.is_whole:
+            self.files[path] = written
+        if written.is_whole or not written.nbytes:
+            self.sums.pop(path, None)
 
 
 class Journal:
@@ -260,10 +197,9 @@ class Journal:
             self._write({**self.facts, **self.identity._asdict()})
         if _times(self.progress.seals) != _times(seals := self._sources.seals()):
             self.add({"seals": seals})
-        files = self.progress.files.items()
         gone = [
             name
-            for name, written in files
+            for name, written in self.progress.files.items()
             if (
                 elsewhere.get(name) != written.elsewhere
                 if written.elsewhere is not None
@@ -271,36 +207,44 @@ class Journal:
             )
         ]
         for name in gone:
-            self.add({"anew": name})
+            self.record(name, WrittenFile())
         if gone:
             self._sync()  # before a file of that name exists again
         return given_up
 
     def _are_same_sources(self) -> bool:
         """Whether the sources are those that the earlier run has read; only their names and times were compared."""
-        told = self.progress.seals
-        if not told or _times(told) == _times(self._sources.seals()):
+        seals = self.progress.seals
+        if not seals or _times(seals) == _times(self._sources.seals()):
             return True
         has_all = bool(self.progress.passed) and not self.progress.is_untold
-        return has_all and self._sources.still(told, self.progress.passed)
+        return has_all and self._sources.still(seals, self.progress.passed)
 
-    def add(self, entry: Mapping[str, Any], sums: PartDigests | None = None) -> None:
-        """Record what is on disk now, and digests of these bytes."""
-        if self._descriptor is None:
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Append a line."""
+        if self.is_open:
+            with self._lock:
+                self._append(entry)
+
+    def record(self, path: str, written: WrittenFile, sums: PartDigests | None = None, **read: Any) -> None:
+        """Record what is on disk of a file now, new digests of its parts, and what was `read` for it."""
+        if not self.is_open:
             return
         with self._lock:
-            before = self.progress.files.get(entry.get("file", ""), WrittenFile()).nbytes
-            # The ledger keeps the ranges that were read: there can be millions, so no second copy.
-            passed = entry.get("passed", {})
-            if sums:  # of the digests, too, there is no second copy; a reader needs them before the bytes
-                self._write(_sums_entry(entry["file"], sums))
-            self._write({**entry, "passed": {path: ranges.as_list() for path, ranges in passed.items()}})
-            self.progress.apply({**entry, "passed": {}})
-            if "file" in entry:
-                self._loose += entry["bytes"] - before
+            before = self.progress.files.get(path, WrittenFile())
+            if sums:  # a reader needs them before the bytes, and there is no second copy
+                self._write(_sums_entry(path, sums))
+            self._append({"file": path, "written": written.as_entry(), **read})
+            self._loose += written.nbytes - before.nbytes
             if self._loose >= FLUSH_BYTES:
                 self._sync()
                 self._loose = 0
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        """Write a line and apply it. The ledger keeps the ranges that were read: there can be millions."""
+        passed = entry.get("passed", {})
+        self._write({**entry, "passed": {path: ranges.as_list() for path, ranges in passed.items()}})
+        self.progress.apply({**entry, "passed": {}})
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         """Append a complete line or nothing: lines after one that is cut short would be ignored."""

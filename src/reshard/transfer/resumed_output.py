@@ -9,16 +9,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Lock
 
 from reshard.stores import OpenFile, open_file
 from reshard.transfer.batch import batches
-from reshard.transfer.digests import CELL_BYTES, DIGEST_BYTES, FileDigest, digest_of, matches
-from reshard.transfer.journal import Journal, WrittenFile
+from reshard.transfer.digests import CELL_BYTES, DIGEST_BYTES, FileDigest, PartDigests, digest_of, matches
+from reshard.transfer.journal import Journal
 from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.threads import taken, together
+from reshard.transfer.written_file import WrittenFile
 
 CELLS_AT_A_TIME = 256
 """Cells that a thread checks at a time."""
@@ -44,7 +45,7 @@ def check_kept(plan: Plan, folder: Path, journal: Journal, threads: int) -> Kept
     there = {path: each for path, each in journal.progress.files.items() if each.elsewhere is None}
     whole = [path for path, each in there.items() if each.is_whole]
     checks = [
-        _FileCheck(file, there[file.path])
+        _FileCheck(file, there[file.path], journal.progress.sums.get(file.path, PartDigests()))
         for file in plan.files
         if file.path in there and file.path not in whole
     ]
@@ -61,10 +62,10 @@ def check_kept(plan: Plan, folder: Path, journal: Journal, threads: int) -> Kept
 
     together(work, threads)
     for path in wrong:
-        journal.add({"anew": path})
+        journal.record(path, WrittenFile())
     for check in checks:
-        if entry := check.entry():
-            journal.add(entry)
+        if (right := check.right()).nbytes < there[check.file.path].nbytes:
+            journal.record(check.file.path, right)
     lost = before - journal.progress.nbytes
     return KeptFiles({check.file.path: check.digest for check in checks}, lost)
 
@@ -78,19 +79,19 @@ def _is_as_written(path: Path, written: WrittenFile, journal: Journal, stopped: 
 class _FileCheck:
     """The check of a file that is not complete."""
 
-    def __init__(self, file: OutputFile, written: WrittenFile) -> None:
+    def __init__(self, file: OutputFile, written: WrittenFile, sums: PartDigests) -> None:
         self.file = file
         self.digest = FileDigest(file.size)
-        self._written = written
+        self._written, self._sums = written, sums
         self._ranges = sorted(_claimed(file, written))
         self._begins = [begin for begin, _, _ in self._ranges]
         self._wrong: set[int] = set()
         self._lock = Lock()
         self._known = bytearray(-(-file.size // CELL_BYTES) * DIGEST_BYTES)
-        for first, digests in written.sums.cells:
+        for first, digests in sums.cells:
             self._known[first * DIGEST_BYTES : first * DIGEST_BYTES + len(digests)] = digests
         self._parts: dict[int, list[tuple[int, int]]] = {}
-        for begin, end in sorted(written.sums.ranges):
+        for begin, end in sorted(sums.ranges):
             self._parts.setdefault(begin // CELL_BYTES, []).append((begin, end))
 
     def starts(self) -> Iterator[int]:
@@ -123,10 +124,11 @@ class _FileCheck:
         if not any(digest):
             pieces = list(self._pieces(cell, claimed))
             contents = [file.read(first, last - first) for first, last in pieces]
-            sums = self._written.sums.ranges
             if sum(last - first for first, last in pieces) < sum(last - first for first, last in claimed):
                 return False
-            if not all(matches(each, sums[place]) for place, each in zip(pieces, contents, strict=True)):
+            if not all(
+                matches(each, self._sums.ranges[place]) for place, each in zip(pieces, contents, strict=True)
+            ):
                 return False
             for (first, _), each in zip(pieces, contents, strict=True):
                 self.digest.add(memoryview(each), first)
@@ -151,12 +153,15 @@ class _FileCheck:
                 yield begin, (begin := max(ends))
                 ends = [last for first, last in parts if first == begin and last <= end]
 
-    def entry(self) -> dict[str, object] | None:
-        """What the journal must take back: all batches that have a part in a cell with other bytes."""
-        if not self._wrong:
-            return None
-        nbytes = sum(end - begin for begin, end, number in self._ranges if number not in self._wrong)
-        return {"lost": self.file.path, "batches": sorted(self._wrong), "bytes": nbytes}
+    def right(self) -> WrittenFile:
+        """What is written of the file, without the batches that have a part in a cell with other bytes."""
+        batches = self._written.batches - self._wrong
+        return replace(
+            self._written,
+            finished=sum(end - begin for begin, end, number in self._ranges if number in batches),
+            batches=batches,
+            begun={number: each for number, each in self._written.begun.items() if number not in self._wrong},
+        )
 
 
 def _claimed(file: OutputFile, written: WrittenFile) -> Iterator[tuple[int, int, int]]:

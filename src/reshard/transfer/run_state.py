@@ -10,16 +10,17 @@ from threading import Lock
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import cells_of
 from reshard.transfer.batch import BlockState
-from reshard.transfer.digests import FileDigest
+from reshard.transfer.digests import FileDigest, PartDigests
 from reshard.transfer.gather import check_sums
-from reshard.transfer.journal import FLUSH_BYTES, Journal
-from reshard.transfer.ledger import Ledger, Passed
+from reshard.transfer.journal import FLUSH_BYTES, Journal, as_entry
+from reshard.transfer.ledger import Ledger, Passed, join
 from reshard.transfer.memory_budget import ThreadShare
 from reshard.transfer.overflow import Overflow, total
 from reshard.transfer.plan import Plan
 from reshard.transfer.resumed_output import check_kept
 from reshard.transfer.shared_windows import Windows
 from reshard.transfer.sink import stays_cached
+from reshard.transfer.written_file import WrittenFile
 
 AT_RISK_DIVISOR = 16
 """All threads together lose at most 1/AT_RISK_DIVISOR of an output when the run is killed.
@@ -29,6 +30,19 @@ That is, if it is at least `MIN_FLUSH_BYTES` for each of them.
 
 MIN_FLUSH_BYTES = 16 << 20
 """Bytes of a file that are not worth a wait for the disk."""
+
+
+@dataclass
+class SourceReads:
+    """What was read of the sources: storages with a checksum, and the ranges that nobody had read before."""
+
+    storages: set[Storage] = field(default_factory=set)
+    ranges: Passed = field(default_factory=dict)
+
+    def add(self, more: SourceReads) -> None:
+        """Add what was read for other batches."""
+        self.storages |= more.storages
+        join(self.ranges, more.ranges)
 
 
 @dataclass
@@ -56,8 +70,9 @@ class RunTotals:
 class RunState:
     """The state of a run that writes `plan` to `folder`.
 
-    `journal` records what is on disk, `ledger` has the CRC32s of what was read (None without checksums), `report` the
-    totals. `digests` are those of unfinished files of an earlier run, by path.
+    `journal` records what is on disk, and `files` is what is written of each file. `ledger` has the CRC32s of what was
+    read (None without checksums), `report` the totals. `digests` are those of unfinished files of an earlier run, by
+    path.
     """
 
     def __init__(
@@ -80,12 +95,10 @@ class RunState:
         self.every = min(FLUSH_BYTES, max(MIN_FLUSH_BYTES, size // AT_RISK_DIVISOR // share.threads))
         """Bytes of a file after which the progress is recorded."""
         before = journal.progress
-        self.report = RunTotals(before.nbytes, before.nbytes, sorted(before.nonfinite))
-        self.report.digests = {path: each.digest for path, each in before.files.items() if each.is_whole}
-        self.report.overflowed = {p: dict(each.overflowed) for p, each in before.files.items()}
+        self.files = dict(before.files)
+        self.report = RunTotals(before.nbytes, before.nbytes)
         self._on_bytes = on_bytes
         self._names = dict(before.unchecked)
-        self._unchecked = set(before.unchecked)
         self.touch(before.unchecked)
 
     @property
@@ -98,15 +111,12 @@ class RunState:
         with self.lock:
             self._names = {**names, **self._names}
 
-    def note(self, stream: BlockState) -> list[Storage]:
-        """Record what a finished block showed; return the storages that it was read from, if they have checksums."""
-        name = stream.block.name
+    def name_storages(self, stream: BlockState) -> list[Storage]:
+        """Name the storages that a block was read from after its tensor; returns those with checksums."""
         storages = [cells.storage for cells in cells_of(stream.view)]
         with self.lock:
-            if stream.nonfinite and name not in self.report.nonfinite:
-                self.report.nonfinite.append(name)
             for storage in storages:
-                self._names.setdefault(storage, name)
+                self._names.setdefault(storage, stream.block.name)
         return [storage for storage in storages if storage.crc32 is not None]
 
     def touch(self, storages: Iterable[Storage]) -> None:
@@ -115,24 +125,18 @@ class RunState:
             for storage in storages:
                 self.ledger.touch(storage)
 
-    def checks(self, taken: set[Storage]) -> tuple[dict[Storage, str], list[Storage]]:
-        """Checksums for the journal to record once a file contains data from the storages `taken`.
-
-        Returns the storages that are yet to be checked, each with the name of a tensor in it, and those that were
-        checked.
-        """
-        if self.ledger is None or not self.journal.is_open:
-            return {}, []
-        with self.lock:
-            later = [each for each in taken - self._unchecked if not self.ledger.is_right(each)]
-            checked = [each for each in self._unchecked if self.ledger.is_right(each)]
-            return {each: self._names.get(each, "") for each in later}, checked
-
-    def note_checks(self, later: Iterable[Storage], checked: Iterable[Storage]) -> None:
-        """Remember that the journal has recorded these checksums."""
-        with self.lock:
-            self._unchecked.update(later)
-            self._unchecked.difference_update(checked)
+    def record(self, path: str, written: WrittenFile, sums: PartDigests | None, read: SourceReads) -> None:
+        """Record in the journal what is on disk of a file, and which storages in it are yet to be checked."""
+        ledger, unchecked = self.ledger, dict(self.journal.progress.unchecked)
+        later = [each for each in read.storages - unchecked.keys() if ledger and not ledger.is_right(each)]
+        self.journal.record(
+            path,
+            written,
+            sums,
+            passed=read.ranges,
+            unchecked=[[self._names.get(each, ""), *as_entry(each)] for each in later],
+            checked=[as_entry(each) for each in unchecked if ledger and ledger.is_right(each)],
+        )
 
     def advance(self, nbytes: int) -> None:
         """Count bytes that were written."""
@@ -142,7 +146,9 @@ class RunState:
 
     def settle(self) -> RunTotals:
         """Compare all checksums. Returns the report; raises ReshardError with every damaged tensor."""
-        self.report.nonfinite.sort()
+        self.report.nonfinite = sorted({name for each in self.files.values() for name in each.nonfinite})
+        self.report.digests = {path: each.digest for path, each in self.files.items()}
+        self.report.overflowed = {path: each.overflowed for path, each in self.files.items()}
         if self.ledger is None:
             return self.report
         check_sums(self.ledger, self._names)

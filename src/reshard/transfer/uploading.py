@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
@@ -121,8 +122,8 @@ class Uploads:
                 found=f"{there.size:,} bytes" if there else "nothing",
                 remedy="run the same command again",
             ) from OSError(errno.EIO, os.strerror(errno.EIO))
-        if name in self._journal.progress.files:
-            self._journal.add({"uploaded": name, "state": there.identity})
+        if written := self._journal.progress.files.get(name):
+            self._journal.record(name, replace(written, elsewhere=there.identity))
         with self._lock:
             self.states[name] = there.identity
             self._claim.uploaded += there.size
