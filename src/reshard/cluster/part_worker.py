@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
@@ -14,16 +15,22 @@ from threading import Lock
 import numpy as np
 
 from reshard.base.errors import ReshardError, cause_of, said
-from reshard.cluster.distribute import PartOrder
+from reshard.cluster import executors
+from reshard.cluster.distribute import PartOrder, spread
 from reshard.cluster.plan_parts import PartOutcome, execute_part
 from reshard.folders.companions import RECORD
 from reshard.formats.options import ConversionOptions
 from reshard.planning import plan_conversion
 from reshard.transfer import part_claims
+from reshard.transfer.execute import execute
 from reshard.transfer.journal import OutputIdentity
 from reshard.transfer.memory_budget import MemoryMeter, shared
 from reshard.transfer.plan import Plan
+from reshard.transfer.run_state import RunTotals
 from reshard.version import __version__
+
+Execute = Callable[..., RunTotals]
+"""Writes all files of a plan, as `execute` does."""
 
 PROGRAM_PACKAGES = (
     *("algebra", "families", "transfer", "containers", "codecs", "folders", "formats", "model"),
@@ -134,6 +141,26 @@ class PartWorker:
         if found != self.identity:
             raise _otherwise(self.source, found.differs(self.identity))
         return plan
+
+
+@contextmanager
+def executing_on(
+    on: str | None,
+    source: Path,
+    options: ConversionOptions,
+    plan: Plan,
+    checksum: bool,
+    memory: int,
+    workers: int | None,
+) -> Iterator[Execute]:
+    """What executes a plan: `execute`, or with `on` the machines that it names. Raises ReshardError if none answers."""
+    if on is None:
+        yield execute
+        return
+    identity = identity_of(plan, options, checksum=checksum, inodes=False)
+    with executors.opened(on) as executor:
+        worker = PartWorker(source, options, identity, checksum, memory, workers or executor.threads)
+        yield partial(spread, executor=executor, perform=worker)
 
 
 _plans: dict[str, tuple[Plan, int]] = {}

@@ -23,12 +23,12 @@ from reshard.planning.conversion_source import conversion_source
 from reshard.planning.hub_tensors import HubTensors
 from reshard.planning.output_plan import output_plan
 from reshard.planning.prepared_source import prepared_source
-from reshard.planning.target_options import IS_ADAPTER
+from reshard.planning.target_options import IS_ADAPTER, with_format
 from reshard.transfer.memory_budget import MemoryMeter, uncollected
 from reshard.transfer.plan import Plan
 from reshard.transfer.source_files import OnStep, Sources
 
-__all__ = ["IS_ADAPTER", "HubTensors", "plan_conversion", "planned_tensors"]
+__all__ = ["IS_ADAPTER", "HubTensors", "plan_conversion", "planned_tensors", "with_format"]
 
 
 @uncollected()

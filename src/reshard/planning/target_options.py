@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError
 from reshard.families.family import MCORE
-from reshard.formats import peft, written
+from reshard.formats import named_by, peft, writable, written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind, Format, Target
 from reshard.formats.options import ConversionOptions
@@ -17,6 +19,20 @@ from reshard.planning.target_tensors import OutputTypes
 
 IS_ADAPTER = "source-is-an-adapter"
 """The code of the problem that a source is an adapter, but a model is requested."""
+
+
+def with_format(options: ConversionOptions, target: Path) -> ConversionOptions:
+    """The options with the format that the name of the destination has. Raises ReshardError without its ranks."""
+    format = writable(options.to).name if options.to else named_by(target)
+    if options.dp is None and format is not None and written()[format].ranks.data_parallel:
+        raise ReshardError(
+            "ranks-not-passed",
+            f"the number of ranks that will load the output is missing, and {format} has a file for each of them",
+            rule="the files are loaded by as many ranks as they were written for",
+            expected="--dp N",
+            remedy="pass --dp with the number of ranks (GPUs) of the run that will load the output",
+        )
+    return replace(options, to=format)
 
 
 def target_of(source: ConversionSource) -> Target:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from reshard.base.errors import ReshardError, size
+from reshard.base.errors import Problem, ReshardError, size
 from reshard.base.plain_json import json_of, to_json
 from reshard.folders.companions import FILES_KEY, RECORD, read_object
 from reshard.formats.not_found import nothing_there
@@ -87,6 +87,38 @@ def is_written(folder: Path, plan: Plan, digest: str) -> bool:
     except (OSError, ReshardError):
         return False
     return told == digest and sizes == {file.path: file.size for file in plan.files if file.path != RECORD}
+
+
+def read_back(folder: Path, digests: Mapping[str, str], workers: int) -> None:
+    """Raise ReshardError naming each file for which the disk returns different bytes from those written."""
+    on_disk = digests_of(folder, list(digests), workers)
+    if wrong := [name for name, digest in digests.items() if on_disk[name] != digest]:
+        raise ReshardError(
+            Problem(
+                "output-bytes-differ",
+                "the disk returns different bytes from those written",
+                file=str(folder / name),
+                rule="the output is read back and compared (--verify)",
+                remedy="the disk, its controller or the memory is faulty: write to another disk",
+            )
+            for name in wrong
+        )
+
+
+def check_unchanged(folder: Path, workers: int) -> None:
+    """Raise ReshardError naming each file of an output that has changed since it was written, before its upload."""
+    if faults := check_record(folder, workers).faults:
+        raise ReshardError(
+            Problem(
+                "upload-changed-before",
+                "a file has changed since it was written, and is not uploaded",
+                file=str(folder / fault.file),
+                rule="an output that is already complete is compared with its reshard.json before it is uploaded",
+                found=fault.message,
+                remedy="convert again, with --overwrite",
+            )
+            for fault in faults
+        )
 
 
 class FileFault(NamedTuple):

@@ -147,6 +147,14 @@ def unfinished(target: Path) -> list[Unfinished]:
     return found
 
 
+def continuing_facts(command: str, nbytes: int) -> dict[str, Any]:
+    """The facts of a journal: the command that continues a run, its folder ("" if removed), and the total bytes."""
+    folder = ""
+    with suppress(OSError):
+        folder = str(Path.cwd())
+    return {"command": command, "folder": folder, "bytes": nbytes}
+
+
 def _anywhere(facts: Mapping[str, Any]) -> str:
     """The command of a journal, to run from any folder: it may contain relative paths."""
     command, folder = str(facts.get("command", "")), str(facts.get("folder", ""))

@@ -9,13 +9,14 @@ from threading import Lock
 
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import cells_of
+from reshard.base.errors import Problem
 from reshard.transfer.batch import BlockState
 from reshard.transfer.digests import FileDigest, PartDigests
 from reshard.transfer.gather import check_sums
 from reshard.transfer.journal import FLUSH_BYTES, Journal, as_entry
 from reshard.transfer.ledger import Ledger, Passed, join
 from reshard.transfer.memory_budget import ThreadShare
-from reshard.transfer.overflow import Overflow, total
+from reshard.transfer.overflow import Overflow, overflow_problem, total
 from reshard.transfer.plan import Plan
 from reshard.transfer.resumed_output import check_kept
 from reshard.transfer.shared_windows import Windows
@@ -65,6 +66,22 @@ class RunTotals:
         """The finite values that a cast made infinite, by tensor."""
         blocks = (each for found in self.overflowed.values() for each in found.items())
         return total((name, overflow) for (name, _), overflow in blocks)
+
+    def problems(self, *, strict: bool) -> list[Problem]:
+        """Values that the output has lost, and if `strict`, tensors that contain NaN or Inf in the source."""
+        lost = self.overflows()
+        problems = [overflow_problem(name, lost[name]) for name in sorted(lost)]
+        return problems + [_not_finite(name) for name in self.nonfinite if strict and name not in lost]
+
+
+def _not_finite(name: str) -> Problem:
+    return Problem(
+        "tensor-not-finite",
+        "a tensor contains NaN or Inf",
+        tensor=name,
+        rule="weights are finite (--strict)",
+        remedy="use an earlier iteration, or leave out --strict to convert it anyway",
+    )
 
 
 class RunState:

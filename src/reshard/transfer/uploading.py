@@ -166,10 +166,7 @@ def uploading(
             claim.drop()
             raise
 
-    def told(note: str, done: int) -> None:
-        on_resume(note, done and journal.progress.uploaded)
-
-    with worked(target, sizes, journal=journal, on_resume=told, prepare=prepare) as staging:
+    with worked(target, sizes, journal=journal, on_resume=on_resume, prepare=prepare) as staging:
         (claim,) = claims
         claim.journal = journal
         uploads = Uploads(bucket, sizes, last, memory, journal, claim, on_bytes)
