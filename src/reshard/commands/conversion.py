@@ -14,6 +14,7 @@ from reshard.commands.options import RunOptions
 from reshard.folders.companions import RECORD
 from reshard.formats import detect
 from reshard.formats.options import ConversionOptions
+from reshard.hub.push import Upload
 from reshard.planning import plan_conversion, with_format
 from reshard.records.reshard_json import (
     check_unchanged,
@@ -105,7 +106,7 @@ def convert(
     }
     single = single_file(plan, target, how)
     plan = with_record(plan, facts)
-    upload = how.push.begun(plan, identity.digest) if how.push else None
+    upload = Upload(how.push, plan, identity.digest) if how.push else None
     if upload:
         plan = replace(plan, notes=[*plan.notes, upload.note])
     how.on_plan(plan)

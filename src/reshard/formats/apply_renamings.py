@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from reshard.algebra.tensors import Tensor
-from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError
 from reshard.families.renaming import GUARDED, Renaming, saved
 from reshard.formats.unique_names import under_new_names
@@ -45,13 +44,9 @@ def on_hub(tensors: Mapping[str, Tensor], rules: Rules, config: Mapping[str, Any
 
     Raises ReshardError if the tensors do not fit the rules.
     """
-    named = [Planned(name, each.dtype, each.shape, partial(_view, each)) for name, each in tensors.items()]
+    named = [Planned.of(name, each) for name, each in tensors.items()]
     found = applied(named, saved(rules), config, to_memory=False)
     return {each.name: Tensor(each.dtype, each.source()) for each in found}
-
-
-def _view(tensor: Tensor) -> View:
-    return tensor.view
 
 
 def _tried(

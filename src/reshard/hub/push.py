@@ -44,10 +44,6 @@ class Push:
     private: bool = False
     overwrite: bool = False
 
-    def begun(self, plan: Plan, digest: str) -> Upload:
-        """The upload of the output of a plan with this digest. Raises ReshardError for every obstacle."""
-        return Upload(self, plan, digest)
-
 
 class Upload:
     """A repository that can be written to. Raises ReshardError for every obstacle."""

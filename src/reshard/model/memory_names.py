@@ -47,7 +47,7 @@ def _state(states: Mapping[str, Mapping[str, Tensor]], kind: str, live: MemoryNa
 def hub_tensors(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str, Tensor]:
     """`tensors` of a live model under Hub names. Raises ReshardError listing those that occur twice."""
     if live.config is not None:
-        planned = [Planned(n, t.dtype, t.shape, partial(_view_of, t)) for n, t in tensors.items()]
+        planned = [Planned.of(n, t) for n, t in tensors.items()]
         found = apply_renamings.to_hub(planned, live.rules, live.config)
         return {each.name: Tensor(each.dtype, each.source()) for each in found}
     tensors = _stacked(tensors, live) if live.stacked else _as_on_the_hub(tensors, live)
@@ -84,13 +84,9 @@ def _as_on_the_hub(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str
 def _stacked(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str, Tensor]:
     """The tensors with experts stacked where the Hub stacks them. Those of MTP layers are unchanged."""
     main, mtp = ({n: t for n, t in tensors.items() if n.startswith("mtp.") == is_mtp} for is_mtp in (0, 1))
-    planned = [Planned(n, t.dtype, t.shape, partial(_view_of, t)) for n, t in main.items()]
+    planned = [Planned.of(n, t) for n, t in main.items()]
     made = live_tensors(planned, MemoryNames(ExpertNames(live.stacked)))
     return {**{each.name: main.get(each.name) or Tensor(each.dtype, each.source()) for each in made}, **mtp}
-
-
-def _view_of(tensor: Tensor) -> View:
-    return tensor.view
 
 
 def _parts(live: MemoryNames, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -79,7 +79,7 @@ def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, 
     if request.model is None:
         written = checkpoint.format == peft.NAME
         tensors = [
-            Planned(name, types.of(name, tensor.dtype), tensor.shape, partial(_view, tensor))
+            Planned.of(name, tensor, types.of(name, tensor.dtype))
             for name, tensor in _as_peft(adapter, with_base=written)
         ]
         settings = adapter_config(adapter, name_of(options.base_path) if options.base_path else None)
@@ -95,10 +95,6 @@ def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, 
     settings = _settings(adapter, found, rank)
     request = replace(request, tensors=_as_linears(found, rank, types), adapter=settings)
     return request, base, _notes(found, settings)
-
-
-def _view(tensor: Tensor) -> Any:
-    return tensor.view
 
 
 def _as_peft(adapter: adapters.Adapter, *, with_base: bool) -> Iterator[tuple[str, Tensor]]:

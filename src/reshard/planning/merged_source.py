@@ -41,10 +41,7 @@ def merged_source(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[C
     """
     adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
     folder, told = base_folder(checkpoint, adapter, options)
-    base = open_checkpoint(folder, strip=options.strip, sources=checkpoint.sources) if folder else None
-    if base and base.problems:
-        raise ReshardError(base.problems)
-    base = base and dequantized(base, OutputTypes(options.dtype).wanted, adapters.quantized_base)
+    base = plain_base(folder, checkpoint, options) if folder else None
     weights, replicas, config, dropped = hub_weights(base, options) if base else ({}, [], None, Counter())
     origin = base or checkpoint
     own = config_of(origin) or {}
@@ -125,6 +122,14 @@ def base_folder(
         found=f"{hint} (base_model_name_or_path), which is not here" if hint else None,
         remedy="pass the folder with the base model: --base DIR",
     )
+
+
+def plain_base(folder: Path, checkpoint: Checkpoint, options: ConversionOptions) -> Checkpoint:
+    """The base in a folder, dequantized. Raises ReshardError if it has problems."""
+    base = open_checkpoint(folder, strip=options.strip, sources=checkpoint.sources)
+    if base.problems:
+        raise ReshardError(base.problems)
+    return dequantized(base, OutputTypes(options.dtype).wanted, adapters.quantized_base)
 
 
 def hub_weights(

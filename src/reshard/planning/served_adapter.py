@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from reshard import adapters
@@ -37,14 +36,12 @@ from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError, one_for_all
 from reshard.families import Family, declared, live_names
 from reshard.families.transformers_5 import MemoryNames
-from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import Request
-from reshard.model.dequantization import dequantized
 from reshard.model.find_config import config_of
 from reshard.model.memory_names import live_tensors
 from reshard.planning.adapter_tensors import BASE_WEIGHTS, OTHER_ADAPTERS, same_bytes
-from reshard.planning.merged_source import base_folder, hub_weights
+from reshard.planning.merged_source import base_folder, hub_weights, plain_base
 from reshard.planning.target_tensors import OutputTypes
 from reshard.stores.hub import name_of
 from reshard.transfer.plan import Planned
@@ -84,7 +81,7 @@ class _AdaptedModel:
         """
         live: MemoryNames | None = live_names(self.config, self.family.name if self.family else None)
         hub = (
-            Planned(self.family.hub_name(name) if self.family else name, t.dtype, t.shape, partial(_view, t))
+            Planned.of(self.family.hub_name(name) if self.family else name, t)
             for name, t in self.weights.items()
         )
         shapes = {each.name: each.shape for each in live_tensors(hub, live)}
@@ -118,7 +115,7 @@ def served(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str,
     types = OutputTypes(options.dtype)
     others = _others(adapter, base) if engine.name == PEFT else []
     tensors = [
-        Planned(name, types.of(name, tensor.dtype), tensor.shape, partial(_view, tensor))
+        Planned.of(name, tensor, types.of(name, tensor.dtype))
         for name, tensor in [*written.tensors(), *others]
     ]
     dropped = {OTHER_ADAPTERS: adapter.others, BASE_WEIGHTS: 0}
@@ -135,10 +132,7 @@ def _base(checkpoint: Checkpoint, adapter: Adapter, request: Request) -> _Adapte
     options = request.options
     rule = "the base tells how an engine names the modules, and which of them are experts"
     folder, told = base_folder(checkpoint, adapter, options, rule)
-    base = open_checkpoint(folder, strip=options.strip, sources=checkpoint.sources) if folder else None
-    if base and base.problems:
-        raise ReshardError(base.problems)
-    base = base and dequantized(base, OutputTypes(options.dtype).wanted, adapters.quantized_base)
+    base = plain_base(folder, checkpoint, options) if folder else None
     weights, config = (hub_weights(base, options)[::2]) if base else (adapter.base, None)
     config = config or config_of(base or checkpoint) or {}
     family = declared(options.family or config.get("model_type"))
@@ -149,10 +143,6 @@ def _base(checkpoint: Checkpoint, adapter: Adapter, request: Request) -> _Adapte
 
 def _type(base: _AdaptedModel) -> str:
     return str(base.config.get("model_type"))
-
-
-def _view(tensor: Tensor) -> Any:
-    return tensor.view
 
 
 def _others(adapter: Adapter, base: _AdaptedModel) -> Iterator[tuple[str, Tensor]]:

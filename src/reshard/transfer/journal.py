@@ -80,12 +80,16 @@ class OutputIdentity(NamedTuple):
 class JournalContent:
     """Everything that a journal records.
 
-    `sums` are digests of parts of files that are not complete. `unchecked` are storages with a checksum that finished
-    blocks read only in part, each with the name of a tensor in it. `passed` are the ranges of the sources that the
-    files were made from; `is_untold` says that it lacks some. `equal` says that tensors that are stored more than once
-    were compared and found equal.
+    `identity` and `facts` are those that it was begun with, the former None if it is empty; `end` is the offset after
+    its last complete line. `sums` are digests of parts of files that are not complete. `unchecked` are storages with a
+    checksum that finished blocks read only in part, each with the name of a tensor in it. `passed` are the ranges of
+    the sources that the files were made from; `is_untold` says that it lacks some. `equal` says that tensors that are
+    stored more than once were compared and found equal.
     """
 
+    identity: OutputIdentity | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    end: int = 0
     equal: bool = False
     files: dict[str, WrittenFile] = field(default_factory=dict)
     sums: dict[str, PartDigests] = field(default_factory=dict)
@@ -106,6 +110,10 @@ class JournalContent:
 
     def apply(self, entry: Mapping[str, Any]) -> None:
         """Apply one line. Raises one of `UNUSABLE` if it is malformed."""
+        if self.identity is None:
+            self.identity = OutputIdentity(*(str(entry[key]) for key in OutputIdentity._fields))
+            self.facts = entry
+            return
         self.equal = self.equal or entry.get("replicas") == "equal"
         if "seals" in entry:
             self.equal = False  # what was compared may have changed, and only what was used is checked again
@@ -156,8 +164,7 @@ class Journal:
         self.facts = dict(facts or {})
         self._path = Path()
         self._descriptor: int | None = None
-        self._end = 0
-        self._room = 0
+        self._reserved = 0
         self._lock = Lock()
         self._loose = 0
 
@@ -166,7 +173,7 @@ class Journal:
         """All lines so far, except for digests of files that are not complete."""
         if not self.is_open:
             return ""
-        lines = self._path.read_bytes()[: self._end].decode().splitlines(keepends=True)
+        lines = self._path.read_bytes()[: self.progress.end].decode().splitlines(keepends=True)
         return "".join(line for line in lines if line[9 : 9 + len(SUMS_PREFIX)] != SUMS_PREFIX)
 
     @property
@@ -185,16 +192,16 @@ class Journal:
         """
         self._path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-        header, self.progress, self._end = _read(path)
-        if header is None or header[0] != self.identity:
-            self.progress, self._end = JournalContent(), 0
+        self.progress = read_journal(path)
+        if self.progress.identity != self.identity:
+            self.progress = JournalContent()
         given_up = 0
         if not self._are_same_sources():
-            given_up, self.progress, self._end = self.progress.nbytes, JournalContent(), 0
-        if os.fstat(self._descriptor).st_size > self._end:  # otherwise it keeps its modification time
-            os.ftruncate(self._descriptor, self._end)
-        if not self._end and self.identity:
-            self._write({**self.facts, **self.identity._asdict()})
+            given_up, self.progress = self.progress.nbytes, JournalContent()
+        if os.fstat(self._descriptor).st_size > self.progress.end:  # otherwise it keeps its modification time
+            os.ftruncate(self._descriptor, self.progress.end)
+        if self.progress.identity is None and self.identity:
+            self._append({**self.facts, **self.identity._asdict()})
         if _times(self.progress.seals) != _times(seals := self._sources.seals()):
             self.add({"seals": seals})
         gone = [
@@ -258,16 +265,17 @@ class Journal:
                 count += os.write(self._descriptor, line[count:])
         except OSError:
             if count:
-                os.ftruncate(self._descriptor, self._end)
+                os.ftruncate(self._descriptor, self.progress.end)
             raise
-        self._end += len(line)
+        self.progress.end += len(line)
 
     def _reserve(self) -> None:
         """Reserve disk space for the next lines, if the file system can."""
         assert self._descriptor is not None
-        if self._end + RESERVED_BYTES // 2 > self._room:
-            allocate(self._descriptor, self._end, RESERVED_BYTES)
-            self._room = self._end + RESERVED_BYTES
+        end = self.progress.end
+        if end + RESERVED_BYTES // 2 > self._reserved:
+            allocate(self._descriptor, end, RESERVED_BYTES)
+            self._reserved = end + RESERVED_BYTES
 
     def _sync(self) -> None:
         """Make the recorded lines survive a failure of the machine."""
@@ -297,28 +305,13 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_journal(path: Path) -> tuple[OutputIdentity, Mapping[str, Any], JournalContent] | None:
-    """The identity of a journal's output, the facts that it was begun with, and its progress; None if it is empty.
-
-    Raises OSError if it exists but cannot be read.
-    """
-    header, progress, _ = _read(path)
-    return (*header, progress) if header else None
-
-
-def parsed_journal(content: bytes) -> tuple[OutputIdentity, Mapping[str, Any], JournalContent] | None:
-    """The same for the content of a journal that is stored elsewhere."""
-    header, progress, _ = _parsed(content.splitlines(keepends=True))
-    return (*header, progress) if header else None
-
-
-def _read(path: Path) -> tuple[tuple[OutputIdentity, Mapping[str, Any]] | None, JournalContent, int]:
-    """The header, the progress recorded after it, and the offset after the last complete line."""
+def read_journal(path: Path) -> JournalContent:
+    """What a journal records, up to the first line that is damaged. Raises OSError if it exists but cannot be read."""
     try:
         with open_file(path) as file:
-            return _parsed(_lines(file))
+            return parsed_journal(_lines(file))
     except (FileNotFoundError, ReshardError):
-        return None, JournalContent(), 0
+        return JournalContent()
 
 
 def _lines(file: OpenFile) -> Iterator[bytes]:
@@ -331,24 +324,19 @@ def _lines(file: OpenFile) -> Iterator[bytes]:
     yield rest
 
 
-def _parsed(
-    lines: Iterable[bytes],
-) -> tuple[tuple[OutputIdentity, Mapping[str, Any]] | None, JournalContent, int]:
-    header, progress, end = None, JournalContent(), 0
+def parsed_journal(lines: Iterable[bytes]) -> JournalContent:
+    """The same for the lines of a journal, with their ends."""
+    content = JournalContent()
     for line in lines:
         checksum, text = line[:8], line[9:-1]
         if not line.endswith(b"\n") or checksum != b"%08x" % crc32(text):
             break
         try:
-            entry = json.loads(text)
-            if header is None:
-                header = OutputIdentity(*(str(entry[key]) for key in OutputIdentity._fields)), entry
-            else:
-                progress.apply(entry)
+            content.apply(json.loads(text))
         except UNUSABLE:
             break
-        end += len(line)
-    return header, progress, end
+        content.end += len(line)
+    return content
 
 
 def _times(seals: Seals) -> dict[str, int]:

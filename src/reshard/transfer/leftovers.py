@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError, listed
-from reshard.transfer.journal import JournalContent, OutputIdentity, read_journal
+from reshard.transfer.journal import JournalContent, read_journal
 from reshard.transfer.run_files import (
     ASIDE,
     JOURNAL,
@@ -27,13 +27,15 @@ from reshard.transfer.run_files import (
 )
 
 
-def journal_of(folder: Path) -> tuple[OutputIdentity, Mapping[str, Any], JournalContent] | None:
+def journal_of(folder: Path) -> JournalContent | None:
     """The journal of a run that can be continued: its output has not been published.
 
     None if there is none. Raises OSError if the system does not allow reading it: it may still exist.
     """
-    is_unfinished = (folder / OUTPUT).is_dir() and not (folder / REPLACED).exists()
-    return read_journal(folder / JOURNAL) if is_unfinished else None
+    if not (folder / OUTPUT).is_dir() or (folder / REPLACED).exists():
+        return None
+    journal = read_journal(folder / JOURNAL)
+    return journal if journal.identity else None
 
 
 def recover(target: Path) -> None:
@@ -131,13 +133,13 @@ def unfinished(target: Path) -> list[Unfinished]:
             journal = journal_of(folder)
         except OSError:
             journal = None
-        facts = journal[1] if journal else {}
+        facts = journal.facts if journal else {}
         total = facts.get("bytes")
         with suppress(FileNotFoundError):  # it is being removed right now
             found.append(
                 Unfinished(
                     folder,
-                    journal[2].nbytes if journal else None,
+                    journal.nbytes if journal else None,
                     total if isinstance(total, int) else None,
                     (folder / JOURNAL if journal else folder).stat().st_mtime,
                     _anywhere(facts),

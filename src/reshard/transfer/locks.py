@@ -6,6 +6,7 @@ user, and on a file system without locks it creates a file that a killed run lea
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -21,19 +22,15 @@ def held(path: Path) -> Iterator[bool]:
     """
     while True:
         lock = _opened(path)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            has_locks = True
-        except BlockingIOError:
+        is_taken = take(lock)
+        if is_taken is False:
             os.close(lock)
-            raise
-        except OSError:
-            has_locks = False
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(path))
         if is_at(path, os.fstat(lock)):
             break
         os.close(lock)  # its previous holder has released and removed it meanwhile
     try:
-        yield has_locks
+        yield is_taken is True
     finally:
         with suppress(OSError):
             path.unlink()
@@ -47,14 +44,20 @@ def is_held(path: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+        return take(lock, fcntl.LOCK_SH) is False
     finally:
         os.close(lock)
-    return False
+
+
+def take(lock: int, kind: int = fcntl.LOCK_EX) -> bool | None:
+    """Whether the lock on an open file could be taken now; None if the file system has no locks."""
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def is_at(path: Path, status: os.stat_result) -> bool:

@@ -9,7 +9,6 @@ stop.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from reshard.base.errors import ReshardError
+from reshard.transfer import locks
 
 CLAIMS_FOLDER = "claims"
 """The folder of claims, next to the output in the folder of the run."""
@@ -66,20 +66,10 @@ def _is_stopped(descriptor: int, size: int) -> bool:
 def _lock(descriptor: int, patience: float) -> bool:
     """Wait for a lock; True at once if the file system has no locks."""
     deadline = time.monotonic() + patience
-    while not _takes(descriptor):
+    while locks.take(descriptor) is False:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
-    return True
-
-
-def _takes(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
     return True
 
 

@@ -11,14 +11,14 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.storage import Storage
-from reshard.algebra.tensors import Cells, Replica
+from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, size
 from reshard.transfer.memory_budget import MemoryNeed
@@ -39,6 +39,15 @@ class Planned(NamedTuple):
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+    @staticmethod
+    def of(name: str, tensor: Tensor, dtype: DType | None = None) -> Planned:
+        """A tensor of the source, in its own dtype or another one."""
+        return Planned(name, dtype or tensor.dtype, tensor.shape, partial(_view_of, tensor))
+
+
+def _view_of(tensor: Tensor) -> View:
+    return tensor.view
 
 
 class OutputCommand(NamedTuple):

@@ -18,10 +18,11 @@ from pathlib import Path
 from reshard.base.errors import ReshardError, cause_of, listed, size
 from reshard.base.exceptions_to_problems import too_long
 from reshard.transfer import part_claims
-from reshard.transfer.journal import SOURCE_CHANGED, Journal, OutputIdentity
+from reshard.transfer.journal import SOURCE_CHANGED, Journal, JournalContent, OutputIdentity
 from reshard.transfer.leftovers import journal_of
 from reshard.transfer.locks import is_at
 from reshard.transfer.run_files import ASIDE, JOURNAL, OUTPUT, REPLACED, locked, partials
+from reshard.transfer.threads import despite_ctrl_c
 
 SINGLE_FILE = "single"
 """The name of a single file, in the folder of its run, just before it is published."""
@@ -133,7 +134,7 @@ def worked(
             finally:
                 journal.close()
                 if kept == 0:
-                    _despite_ctrl_c(lambda: shutil.rmtree(staging, ignore_errors=True))
+                    despite_ctrl_c(lambda: shutil.rmtree(staging, ignore_errors=True))
     except BaseException as error:
         with suppress(OSError):  # not empty: others use it meanwhile
             for path in reversed(made):
@@ -156,15 +157,15 @@ def _cleared(target: Path, staging: Path, identity: OutputIdentity | None, on_re
     Raises OSError if the system does not show what is there, so that nothing useful is removed.
     """
     for folder in partials(target):
-        found = journal_of(folder)
-        is_same = found is not None and folder == staging and found[0] == identity
+        before = journal_of(folder) or JournalContent()
+        is_same = before.identity is not None and folder == staging and before.identity == identity
         if is_same and _is_ours(folder):
             continue
-        if found and found[2].nbytes:
-            why = identity.why_not(found[0]) if identity else "--no-resume is given"
+        if before.identity and before.nbytes:
+            why = identity.why_not(before.identity) if identity else "--no-resume is given"
             why = "another user wrote it" if is_same else why
             on_resume(
-                f"starting over: {size(found[2].nbytes)} of an unfinished run are removed, because {why}", 0
+                f"starting over: {size(before.nbytes)} of an unfinished run are removed, because {why}", 0
             )
         shutil.rmtree(folder, ignore_errors=True)
         if folder == staging and folder.exists():  # it belongs to another user
@@ -212,10 +213,9 @@ def _is_ours(folder: Path) -> bool:
 def _kept(folder: Path) -> int | None:
     """Bytes of the output that a continued run does not write again; None if the system does not show them."""
     try:
-        found = journal_of(folder)
+        return (journal_of(folder) or JournalContent()).nbytes
     except OSError:
         return None
-    return found[2].nbytes if found else 0
 
 
 def may_pass(error: BaseException) -> bool:
@@ -234,19 +234,6 @@ def _make(folder: Path, made: list[Path]) -> None:
         except FileExistsError:
             if not folder.is_dir():  # otherwise another process was faster
                 raise
-
-
-def _despite_ctrl_c(action: Callable[[], object]) -> None:
-    """Run `action` to its end despite Ctrl-C: repeat it, and raise KeyboardInterrupt when it is done."""
-    again: KeyboardInterrupt | None = None
-    while True:
-        try:
-            action()
-            break
-        except KeyboardInterrupt as error:
-            again = error
-    if again:
-        raise again
 
 
 def _link(file: Path, link: Path, journal: Journal) -> None:
@@ -310,7 +297,7 @@ def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal, sin
             _place(output, target)
             placed = True
         finally:
-            _despite_ctrl_c(settle)
+            despite_ctrl_c(settle)
     except OSError as error:
         raise _unpublished(error, target, aside, is_new=is_at(target, new)) from error
 

@@ -46,7 +46,7 @@ def together(work: Callable[[int, Event], T], threads: int) -> list[T]:
             for future in done:
                 future.result()
     finally:
-        _end(pool, futures, begin, stopped)
+        despite_ctrl_c(lambda: _end(pool, futures, begin, stopped))
     return [future.result() for future in futures]
 
 
@@ -58,16 +58,21 @@ def taken(waiting: deque[T], stopped: Event) -> Iterator[T]:
 
 
 def _end(pool: ThreadPoolExecutor, futures: list[Future[T]], begin: Event, stopped: Event) -> None:
-    """Wait for all threads despite Ctrl-C: they end soon, and the files that they write are removed next."""
-    again: KeyboardInterrupt | None = None
+    """Wait for all threads: they end soon, and the files that they write are removed next."""
+    stopped.set()
+    begin.set()
+    wait(futures)  # until Python 3.12, a join that Ctrl-C interrupts marks the thread as ended
+    pool.shutdown()
+
+
+def despite_ctrl_c(action: Callable[[], object]) -> None:
+    """Run `action` to its end despite Ctrl-C: repeat it, and raise KeyboardInterrupt when it is done."""
+    interrupt: KeyboardInterrupt | None = None
     while True:
         try:
-            stopped.set()
-            begin.set()
-            wait(futures)  # until Python 3.12, a join that Ctrl-C interrupts marks the thread as ended
-            pool.shutdown()
+            action()
             break
         except KeyboardInterrupt as error:
-            again = error
-    if again:
-        raise again
+            interrupt = error
+    if interrupt:
+        raise interrupt

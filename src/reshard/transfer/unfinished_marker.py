@@ -23,7 +23,7 @@ from reshard.base.errors import ReshardError
 from reshard.base.plain_json import json_of
 from reshard.stores.bucket import Bucket
 from reshard.stores.file_info import FileInfo
-from reshard.transfer.journal import OutputIdentity, parsed_journal
+from reshard.transfer.journal import JournalContent, parsed_journal
 from reshard.version import __version__
 
 MARKER = "reshard-unfinished.json"
@@ -65,16 +65,9 @@ class Marker:
         return {MARKER, *self.files, *self.old}
 
     @property
-    def identity(self) -> OutputIdentity | None:
-        """What determines the bytes of the output."""
-        found = parsed_journal(self.journal.encode(errors="replace"))
-        return found[0] if found else None
-
-    @property
-    def written(self) -> int:
-        """Bytes that the run had written, in the store or on its machine."""
-        found = parsed_journal(self.journal.encode(errors="replace"))
-        return found[2].nbytes if found else 0
+    def progress(self) -> JournalContent:
+        """What the run has done, in the store or on its machine, as its journal says."""
+        return parsed_journal(self.journal.encode(errors="replace").splitlines(keepends=True))
 
     @property
     def anywhere(self) -> str:

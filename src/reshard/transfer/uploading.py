@@ -196,7 +196,8 @@ def _prepared(
     before, there = marker_in(bucket), bucket.listing()
     if before and before.run != claim.run and is_live(before, there.get(MARKER)):
         raise busy(bucket, before)
-    continues = before is not None and journal.identity is not None and before.identity == journal.identity
+    identity = before.progress.identity if before else None
+    continues = identity is not None and identity == journal.identity
     removable = old | (before.names if before else set())
     appeared = there.keys() - removable - {MARKER}
     if foreign := sorted(name for name in appeared if not keeps(name)):
@@ -214,8 +215,9 @@ def _prepared(
     if before:
         bucket.forget_parts(before.names)
     if before and not continues and before.uploaded:
-        found = before.identity
-        why = journal.identity.why_not(found) if journal.identity and found else "nothing can continue it"
+        why = (
+            journal.identity.why_not(identity) if journal.identity and identity else "nothing can continue it"
+        )
         on_resume(
             f"starting over: {size(before.uploaded)} of an unfinished run are removed, because {why}", 0
         )
@@ -238,7 +240,9 @@ def unfinished_at(target: Path) -> list[Unfinished]:
         return []
     there = bucket.look(MARKER)
     modified = there.modified / 1e9 if there else time.time()
-    return [Unfinished(target, left.written, left.total, modified, left.anywhere, is_live(left, there))]
+    return [
+        Unfinished(target, left.progress.nbytes, left.total, modified, left.anywhere, is_live(left, there))
+    ]
 
 
 def finished_at(target: StorePath) -> str | None:
