@@ -311,7 +311,7 @@ def test_a_sink_writes_what_it_is_given_where_it_is_told(tmp_path: Path, where: 
     cuts = [0, 5, 4096, 70_000, 200_001, 1_200_001, 1_204_096, len(content)]
     spans = list(pairwise(cuts))
     for begin, end in spans[::-2] + spans[-2::-2]:
-        out = buffer.room(end - begin, begin)
+        out = buffer.array(end - begin, begin)
         out[:] = content[begin:end]
         sink.write(out.data, begin)
     sink.write(memoryview(bytes(content[9:99_999])), 9)  # not aligned in memory: through the page cache

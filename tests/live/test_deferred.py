@@ -135,8 +135,8 @@ def test_parameters_that_nothing_was_written_to_are_missing() -> None:
     with torch.no_grad(), LoadingNotes(model) as loading:
         model.a.weight[:1].copy_(torch.ones(1, 2))
         model.b.weight = torch.nn.Parameter(torch.ones(2, 2))
-    assert loading.missing([]) == ["a.bias", "b.bias"]
-    assert loading.missing(["tied.bias"]) == ["b.bias"]
+    assert loading.unloaded([]) == ["a.bias", "b.bias"]
+    assert loading.unloaded(["tied.bias"]) == ["b.bias"]
     assert loading.partial() == ["a.weight"]
 
 
@@ -146,5 +146,5 @@ def test_what_threads_of_a_pool_write_is_not_missing() -> None:
     with torch.no_grad(), LoadingNotes(model) as loading, ThreadPoolExecutor() as pool:
         pool.submit(model.a.weight.data.copy_, torch.ones(2, 2)).result()
         pool.submit(model.a.bias.data[:1].copy_, torch.ones(1)).result()
-    assert loading.missing([]) == ["b.weight", "b.bias"]
+    assert loading.unloaded([]) == ["b.weight", "b.bias"]
     assert loading.partial() == ["a.bias"]

@@ -152,11 +152,11 @@ class SavedLayout:
 
     def __str__(self) -> str:
         """The recorded sizes, without uninteresting ones. Empty if none is recorded."""
-        shown = {
+        sizes = {
             "TP": self.tp,
             "PP": self.pp,
             "VPP": self.vpp if self.vpp != 1 else None,
             "EP": self.ep if self.ep != 1 else None,
             "ETP": self.etp if (self.ep or 1) > 1 or self.etp not in (1, self.tp) else None,
         }
-        return " · ".join(f"{axis}{size}" for axis, size in shown.items() if size is not None)
+        return " · ".join(f"{axis}{size}" for axis, size in sizes.items() if size is not None)

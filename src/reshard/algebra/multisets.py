@@ -48,10 +48,10 @@ class Multiset(NamedTuple):
 
 def total(parts: Iterable[Multiset]) -> Multiset:
     """All positions of all parts."""
-    found = Multiset()
+    positions = Multiset()
     for part in parts:
-        found = found.plus(part)
-    return found
+        positions = positions.plus(part)
+    return positions
 
 
 @lru_cache(1 << 16)

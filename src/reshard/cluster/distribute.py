@@ -72,11 +72,11 @@ def spread(
         plan, folder, share, journal or Journal(), checksum=checksum, on_bytes=on_bytes, on_lost=on_lost
     )
     whole, left = divided(state)
-    here = [file for file in left if next(iter(file.blocks), None) is None]
-    names = {file.path for file in here}
-    there = [file for file in left if file.path not in names]
-    _Distribution(state, executor, perform, on_file).write(there, whole)
-    with Queue(state, here, lambda file: continued(state, file), FileJob.close, on_file) as queue:
+    local = [file for file in left if next(iter(file.blocks), None) is None]
+    names = {file.path for file in local}
+    remote = [file for file in left if file.path not in names]
+    _Distribution(state, executor, perform, on_file).write(remote, whole)
+    with Queue(state, local, lambda file: continued(state, file), FileJob.close, on_file) as queue:
         together(lambda index, stopped: queue.work(stopped), share.threads)
     return state.settle()
 

@@ -180,9 +180,9 @@ class Ray:
         return 2 * self.slots
 
     def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
-        asked = [self._call.remote(function, argument) for argument in arguments]
-        self._running += asked
-        return [each.future() for each in asked]
+        tasks = [self._call.remote(function, argument) for argument in arguments]
+        self._running += tasks
+        return [each.future() for each in tasks]
 
     def close(self) -> None:
         if self._is_ours:

@@ -47,11 +47,13 @@ def identity_of(
     Without `inodes`, it is the same on all machines: some file systems give a file another inode on each.
     """
     wanted = _at(options, lambda path: path.resolve())
-    told = sha256(f"{wanted.meant!r} {checksum} {[path.resolve() for path in plan.sources.named]!r}".encode())
+    digest = sha256(
+        f"{wanted.meant!r} {checksum} {[path.resolve() for path in plan.sources.named]!r}".encode()
+    )
     for file in (each for each in plan.files if each.path != RECORD):
-        told.update(f"\n{file.path!r} {file.size}".encode())
+        digest.update(f"\n{file.path!r} {file.size}".encode())
     program = _program_digest(Path(__file__).parents[1])
-    return OutputIdentity(program, plan.sources.digest(inodes=inodes), told.hexdigest())
+    return OutputIdentity(program, plan.sources.digest(inodes=inodes), digest.hexdigest())
 
 
 @cache
@@ -137,9 +139,9 @@ class PartWorker:
             plan = plan_conversion(self.source, self.options)
         except ReshardError as error:
             raise _otherwise(self.source, str(error).replace("\n  ", ", ")) from error.__cause__
-        found = identity_of(plan, self.options, checksum=self.checksum, inodes=False)
-        if found != self.identity:
-            raise _otherwise(self.source, found.differs(self.identity))
+        identity = identity_of(plan, self.options, checksum=self.checksum, inodes=False)
+        if identity != self.identity:
+            raise _otherwise(self.source, identity.differs(self.identity))
         return plan
 
 

@@ -96,7 +96,7 @@ class Slurm:
 
     def _watch(self) -> None:
         """Pass the result of each finished job to its future."""
-        asked = answered = time.monotonic()
+        polled = answered = time.monotonic()
         while not self._closed.wait(0.2):
             for job in [job for job in list(self._jobs) if self._has_ended(job)]:
                 future = self._jobs.pop(job)
@@ -105,8 +105,8 @@ class Slurm:
                 except Exception as error:
                     future.set_exception(error)
             now = time.monotonic()
-            if self._cluster == "slurm" and now - asked > POLL_SECONDS:
-                asked = now
+            if self._cluster == "slurm" and now - polled > POLL_SECONDS:
+                polled = now
                 listed = queued()
                 answered = answered if listed is None else now
                 self._lose(listed, is_silent=now - answered > SILENCE_SECONDS)
@@ -156,9 +156,9 @@ def _end_of(job: Any) -> str:
 
 def queued() -> set[str] | None:
     """The numbers of this user's jobs that have not ended; None if Slurm does not answer."""
-    asked = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%F %K"]
+    command = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%F %K"]
     try:
-        rows = [line.split() for line in _answer(asked).splitlines()]
+        rows = [line.split() for line in _answer(command).splitlines()]
     except (OSError, subprocess.SubprocessError):
         return None
     return {row[0] if row[1:] in ([], ["N/A"]) else f"{row[0]}_{row[1]}" for row in rows if row}
@@ -174,8 +174,8 @@ def longest_array() -> int:
         raise silent(_last_line(error.stderr)) from error
     except (OSError, subprocess.SubprocessError) as error:
         raise silent(said(error)) from error
-    found = re.search(r"(?m)^MaxArraySize\s*=\s*(\d+)", settings)
-    return max(1, int(found[1])) if found else USUAL_ARRAY_SIZE
+    match = re.search(r"(?m)^MaxArraySize\s*=\s*(\d+)", settings)
+    return max(1, int(match[1])) if match else USUAL_ARRAY_SIZE
 
 
 def _answer(command: Sequence[str]) -> str:
@@ -209,11 +209,11 @@ def nodes_of(text: str) -> int:
 
 def parameters_of(given: Mapping[str, str]) -> dict[str, str | int]:
     """Settings as typed, under submitit's names; `time` is in minutes (60 by default)."""
-    found: dict[str, str | int] = {"timeout_min": 60}
+    parameters: dict[str, str | int] = {"timeout_min": 60}
     for typed, value in given.items():
         name = {"time": "timeout_min"}.get(typed, typed)
-        found[name if name in GENERIC else f"slurm_{name}"] = int(value) if value.isdecimal() else value
-    return found
+        parameters[name if name in GENERIC else f"slurm_{name}"] = int(value) if value.isdecimal() else value
+    return parameters
 
 
 def submitit_executor(folder: Path, cluster: str, parameters: Mapping[str, Any], **more: Any) -> Any:

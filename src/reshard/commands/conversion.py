@@ -53,8 +53,10 @@ class Conversion:
     @property
     def files(self) -> list[tuple[str, int]]:
         """The files of the output, by their paths below the destination, or its name if it is one itself."""
-        found = [(file.path, file.size) for file in self.plan.files]
-        return [(self.name, size) for path, size in found if path == self.single] if self.single else found
+        planned = [(file.path, file.size) for file in self.plan.files]
+        return (
+            [(self.name, size) for path, size in planned if path == self.single] if self.single else planned
+        )
 
     def __repr__(self) -> str:
         done = f"{size(self.report.nbytes)} written" if self.report else "nothing written"

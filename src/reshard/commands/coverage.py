@@ -100,8 +100,8 @@ class Proof:
         return self.balanced
 
     def __repr__(self) -> str:
-        found = "balanced" if self.balanced else f"unbalanced, {len(self.faults):,} faults"
-        return f"<Proof: {found}, {self.source.elements:,} elements>"
+        verdict = "balanced" if self.balanced else f"unbalanced, {len(self.faults):,} faults"
+        return f"<Proof: {verdict}, {self.source.elements:,} elements>"
 
     @property
     def balanced(self) -> bool:
@@ -170,8 +170,8 @@ def _other_facts(plan: Plan, record: Mapping[str, Any], *, is_same: bool) -> Ite
     facts = json_of(to_json(plan.facts))
     for name in sorted(facts.keys() - {FILES_KEY}) if is_same else ("dropped",):
         if record.get(name) != facts[name]:
-            told = f"it says {json.dumps(record.get(name))}, and the plan {json.dumps(facts[name])}"
-            yield UsageFault(f"{RECORD}: {name}", told)
+            difference = f"it says {json.dumps(record.get(name))}, and the plan {json.dumps(facts[name])}"
+            yield UsageFault(f"{RECORD}: {name}", difference)
 
 
 def _swapped(source: Path, output: Path) -> Problem:
@@ -212,16 +212,16 @@ def _of_another_format(
 ) -> Iterator[Problem]:
     """A problem if the source is a checkpoint of another format than the recorded one."""
     with suppress(ReshardError):
-        found, told = open_checkpoint(source, options.iteration, options.strip).format, record["source"]
-        if found != told["format"]:
+        format, recorded = open_checkpoint(source, options.iteration, options.strip).format, record["source"]
+        if format != recorded["format"]:
             yield Problem(
                 "proof-made-from-another",
                 "the output was made from another checkpoint",
                 file=str(source),
                 rule=f"{output / RECORD} names the source by its files and their sizes",
-                expected=f"a {told['format']} checkpoint with {listed(sorted(told['files']), 3)}"
+                expected=f"a {recorded['format']} checkpoint with {listed(sorted(recorded['files']), 3)}"
                 + (f", as in `{record['command']}`" if record.get("command") else ""),
-                found=f"a {found} checkpoint",
+                found=f"a {format} checkpoint",
                 remedy="pass the source that the output was made from: "
                 f"{shlex.join(['reshard', 'verify', 'SRC', str(output), '--proof'])}",
             )
@@ -229,17 +229,17 @@ def _of_another_format(
 
 def _other_sources(plan: Plan, record: Mapping[str, Any]) -> Iterator[Problem]:
     """A problem for each source whose size differs from the recorded one."""
-    told = defaultdict(list)
+    sizes = defaultdict(list)
     for each in record.get("sources", ()):
-        told[each["path"]].append(each["bytes"])  # two, if source and base have a file of the same name
+        sizes[each["path"]].append(each["bytes"])  # two, if source and base have a file of the same name
     for each in plan.sources.as_list():
-        if each["path"] in told and each["bytes"] not in told[each["path"]]:
+        if each["path"] in sizes and each["bytes"] not in sizes[each["path"]]:
             yield Problem(
                 "proof-source-differs",
                 "this is not the source that was converted",
                 file=each["path"],
                 rule=f"{RECORD} names each source with its size",
-                expected=f"{told[each['path']][0]:,} bytes",
+                expected=f"{sizes[each['path']][0]:,} bytes",
                 found=f"{each['bytes']:,} bytes",
                 remedy="pass the source that the output was made from, with its iteration: RUN/iter_0000200",
             )
@@ -248,17 +248,17 @@ def _other_sources(plan: Plan, record: Mapping[str, Any]) -> Iterator[Problem]:
 def _other_files(plan: Plan, record: Mapping[str, Any], output: Path) -> Iterator[Problem]:
     """A problem for each file that the plan would write differently from the record."""
     given = record.get("options", {}).get("beside", ())
-    told = {name: int(each["bytes"]) for name, each in record[FILES_KEY].items() if name not in given}
+    recorded = {name: int(each["bytes"]) for name, each in record[FILES_KEY].items() if name not in given}
     planned = {file.path: file.size for file in plan.files}
-    for name in sorted(told.keys() | planned.keys()):
-        if told.get(name) != planned.get(name):
+    for name in sorted(recorded.keys() | planned.keys()):
+        if recorded.get(name) != planned.get(name):
             yield Problem(
                 "proof-plan-differs",
                 "the output was not written by this plan",
                 file=str(output / name),
                 rule="the same options must plan the same files again",
                 expected=f"{planned[name]:,} bytes" if name in planned else "no such file",
-                found=f"{told[name]:,} bytes" if name in told else f"no such file in {RECORD}",
+                found=f"{recorded[name]:,} bytes" if name in recorded else f"no such file in {RECORD}",
                 remedy="use the version of reshard that wrote it, or convert again",
             )
 
@@ -311,14 +311,16 @@ class _Held:
 
     def _of_base(self, folder: Path) -> dict[str, Tensor]:
         """The tensors of a base: all for an adapter, and for a model those that complete it."""
-        found = open_checkpoint(folder).tensors
+        tensors = open_checkpoint(folder).tensors
         if checkpoint_kind(self._checkpoint) is not CheckpointKind.MODEL:
-            return found
-        return {name: each for name, each in found.items() if any(map(self._counts, storages_of(each.view)))}
+            return tensors
+        return {
+            name: each for name, each in tensors.items() if any(map(self._counts, storages_of(each.view)))
+        }
 
     def _add_copies(self) -> dict[Storage, list[_Part]]:
         """Replicas that are compared before anything is written: both sides of each."""
-        found: dict[Storage, list[_Part]] = defaultdict(list)
+        copies: dict[Storage, list[_Part]] = defaultdict(list)
         known = set(self._stored)
         for replica in (each for each in self._plan.replicas if each.equal):
             sides = (replica.first, replica.second)
@@ -330,11 +332,11 @@ class _Held:
                     pieces[cells.storage].append((cells, piece))
                 for storage, parts in pieces.items():
                     held = total(bytes_of(*part) for part in parts)
-                    found[storage].append(_Part(COPY, held, parts))
+                    copies[storage].append(_Part(COPY, held, parts))
                     if storage not in known:
                         self._stored[storage][f"{replica.tensor} (stored again)"] = held
                         self._dtypes.setdefault(storage, parts[0][0].dtype)
-        return found
+        return copies
 
     def _counts(self, storage: Storage) -> bool:
         return self._usage.used(storage).numel > 0
@@ -342,27 +344,27 @@ class _Held:
     def settled(self) -> Source:
         """The counts of all elements. Elements that are neither used once nor dropped by a rule become faults."""
         plan, usage = self._plan, self._usage
-        found = Source(len(self._tensors), dropped=dict(plan.dropped))
+        source = Source(len(self._tensors), dropped=dict(plan.dropped))
         unused: Counter[str] = Counter()
         for storage in self._stored:
             used, taken = self._settled(storage)
-            found.elements += self._elements(storage, self._whole(storage).numel)
-            found.used += self._elements(storage, used)
-            found.shared += self._elements(storage, usage.shared(storage))
+            source.elements += self._elements(storage, self._whole(storage).numel)
+            source.used += self._elements(storage, used)
+            source.shared += self._elements(storage, usage.shared(storage))
             for rule, nbytes in taken.items():
                 unused[rule] += nbytes
                 if rule == COPY:
-                    found.copies += self._elements(storage, nbytes)
+                    source.copies += self._elements(storage, nbytes)
                 else:
-                    found.unused[rule] = found.unused.get(rule, 0) + self._elements(storage, nbytes)
-        found.elsewhere = sum(usage.used(each).numel for each in self._unknown())
+                    source.unused[rule] = source.unused.get(rule, 0) + self._elements(storage, nbytes)
+        source.elsewhere = sum(usage.used(each).numel for each in self._unknown())
         rules = [rule for rule in (*LOCATED, *sorted(plan.left_out)) if rule in plan.dropped]
-        told, left = sum(plan.dropped[rule] for rule in rules), unused.total() - unused[COPY]
-        if told != left and not self.faults:
+        dropped, left = sum(plan.dropped[rule] for rule in rules), unused.total() - unused[COPY]
+        if dropped != left and not self.faults:
             self.faults.append(
-                UsageFault(", ".join(rules), f"the plan drops {told:,} bytes and leaves out {left:,}")
+                UsageFault(", ".join(rules), f"the plan drops {dropped:,} bytes and leaves out {left:,}")
             )
-        return found
+        return source
 
     def _whole(self, storage: Storage) -> Multiset:
         """The bytes of a storage that belong to tensors. Bytes that several tensors share count once."""
@@ -390,8 +392,8 @@ class _Held:
 
     def _parts(self, storage: Storage) -> Iterator[_Part]:
         """What rules may drop from a storage: first by tensor name, then copies, then parts of any tensor."""
-        there = {name: self._tensors[name] for name in self._stored[storage] if name in self._tensors}
-        for name, tensor in there.items():
+        tensors = {name: self._tensors[name] for name in self._stored[storage] if name in self._tensors}
+        for name, tensor in tensors.items():
             rule = self._rule(name)
             view = tensor.view if rule else self._padding(tensor)
             if view is not None:
@@ -399,7 +401,7 @@ class _Held:
         yield from self._copies.get(storage, ())
         whole = (*WHOLE, *sorted(self._plan.left_out))
         rules = " or ".join(rule for rule in whole if rule in self._plan.dropped)
-        for tensor in there.values() if rules else ():
+        for tensor in tensors.values() if rules else ():
             if not any(map(self._counts, storages_of(tensor.view))):
                 yield _part(rules, tensor.view, storage)
 
@@ -428,15 +430,15 @@ class _Held:
         """Count how often each byte is used. Bytes that are never used, or more than once, are faults."""
         if storage.nbytes > LARGEST:
             names, whole = listed(sorted(self._stored[storage]), 3), self._whole(storage).numel
-            told = f"{self._usage.used(storage).numel:,} uses of {whole:,} bytes"
-            self.faults.append(UsageFault(names, f"not every element is used once: {told}"))
+            uses = f"{self._usage.used(storage).numel:,} uses of {whole:,} bytes"
+            self.faults.append(UsageFault(names, f"not every element is used once: {uses}"))
             return 0, {}
         counts, taken = self._uses(storage), dict[str, int]()
         free = counts == 0
         for part in self._parts(storage):
-            found = free & (_counted(storage, part.pieces) > 0)
-            taken[part.rule] = taken.get(part.rule, 0) + int(found.sum())
-            free &= ~found
+            dropped = free & (_counted(storage, part.pieces) > 0)
+            taken[part.rule] = taken.get(part.rule, 0) + int(dropped.sum())
+            free &= ~dropped
         for name in self._stored[storage]:
             if tensor := self._tensors.get(name):
                 mine = _counted(storage, stored_pieces(tensor.view)) > 0

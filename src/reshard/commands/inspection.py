@@ -143,9 +143,9 @@ def inspect_checkpoint(
     model: Model | None = None
     unknown: tuple[str, ...] = ()
     try:
-        told = has_config or checkpoint.config or describes_model(checkpoint.args)
-        base = None if told else bases.get(BASE)
-        if (told or base) and not any(each.code == "wrapper-in-names" for each in problems):
+        is_described = has_config or checkpoint.config or describes_model(checkpoint.args)
+        base = None if is_described else bases.get(BASE)
+        if (is_described or base) and not any(each.code == "wrapper-in-names" for each in problems):
             resolved = resolve_if_declared(describe(checkpoint, base))
             checkpoint, model, unknown = resolved.checkpoint, resolved.model, resolved.notes
             logical_tensors(resolved)
@@ -183,10 +183,12 @@ def inspect_checkpoint(
 
 
 def _quantized(checkpoint: Checkpoint) -> str:
-    found = checkpoint.quantization
-    if found is None:
+    quantization = checkpoint.quantization
+    if quantization is None:
         return ""
-    return f"{found}: {len(found.weights)} weights" if found.weights else str(found)
+    return (
+        f"{quantization}: {len(quantization.weights)} weights" if quantization.weights else str(quantization)
+    )
 
 
 def _carried(model: Model) -> dict[str, dict[str, int]]:
@@ -248,8 +250,8 @@ def _declared_type(checkpoint: Checkpoint) -> str | None:
 
 def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Problem]:
     """What is missing next to the weights, unless the engine's own config contains what `config.json` would."""
-    there = find_companions(checkpoint.sources, *checkpoint.folders)
-    check_companions(there)
+    companions = find_companions(checkpoint.sources, *checkpoint.folders)
+    check_companions(companions)
     problems = []
     if not has_config:
         problems.append(
@@ -261,7 +263,7 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
                 remedy="name the Hugging Face folder that training started from: reshard convert SRC DST --base DIR",
             )
         )
-    if not there.has_tokenizer:
+    if not companions.has_tokenizer:
         problems.append(
             Problem(
                 NO_TOKENIZER,
@@ -279,7 +281,7 @@ def _other_ranks(checkpoint: Checkpoint, path: Path) -> list[str]:
     target = written().get(checkpoint.format)
     if not target or not target.ranks.data_parallel or not checkpoint.native or checkpoint.problems:
         return []
-    words = [
+    command = [
         "reshard",
         "convert",
         typeable(path.as_posix()),
@@ -290,7 +292,7 @@ def _other_ranks(checkpoint: Checkpoint, path: Path) -> list[str]:
         "N",
     ]
     states = ["--with-optimizer"] if checkpoint.optimizer else []
-    return [f"a run resumes from it on as many ranks only; for N ranks: {shlex.join([*words, *states])}"]
+    return [f"a run resumes from it on as many ranks only; for N ranks: {shlex.join([*command, *states])}"]
 
 
 def _next_command(
@@ -302,7 +304,7 @@ def _next_command(
     """
     if any(problem.severity == "error" for problem in problems):
         return ""
-    words = ["reshard", "convert", typeable(path.as_posix().rstrip("/") or "/")]
+    command = ["reshard", "convert", typeable(path.as_posix().rstrip("/") or "/")]
     root = iterations.root_of(path.with_suffix("") if path.is_file() else path)
     target = (root.resolve() if root.name in ("", "..") else root).as_posix().rstrip("/")
     if target.startswith(("hf://", "http")):  # nothing can be written there
@@ -310,16 +312,16 @@ def _next_command(
     target = typeable(target)
     if checkpoint.format == huggingface.NAME:
         if model:
-            words += [f"{target}-megatron", "--to", "megatron", *_fitting_layout(model)]
+            command += [f"{target}-megatron", "--to", "megatron", *_fitting_layout(model)]
         elif bases is not None:
-            words += [f"{target}-hf", "--to", huggingface.NAME]
+            command += [f"{target}-hf", "--to", huggingface.NAME]
         else:
             return ""  # it can only stay in this format
     else:
-        words.append(f"{target}-hf")
+        command.append(f"{target}-hf")
     if bases is not None:
-        words += ["--base", typeable(str(bases[0])) if bases else "HF_FOLDER"]
-    return shlex.join(words)
+        command += ["--base", typeable(str(bases[0])) if bases else "HF_FOLDER"]
+    return shlex.join(command)
 
 
 def _fitting_layout(model: Model | None) -> list[str]:
@@ -328,7 +330,7 @@ def _fitting_layout(model: Model | None) -> list[str]:
         return []
     d = model.dims
     by_two = all(size % 2 == 0 for size in (d.heads, d.groups, d.ffn, d.shared_ffn, d.expert_ffn))
-    words = ["--tp", "2"] if by_two else []
+    flags = ["--tp", "2"] if by_two else []
     if by_two and d.experts and d.bias:
-        words += ["--etp", "1"]  # otherwise each rank would add the biases of its experts
-    return [*words, "--pp", "2"] if d.layers % 2 == 0 else words
+        flags += ["--etp", "1"]  # otherwise each rank would add the biases of its experts
+    return [*flags, "--pp", "2"] if d.layers % 2 == 0 else flags

@@ -97,8 +97,8 @@ class LazyTensor:
         items = index if isinstance(index, tuple) else (index,)
         if any(item is Ellipsis for item in items):
             at = next(i for i, item in enumerate(items) if item is Ellipsis)
-            missing = len(self.shape) - len(items) + 1
-            items = (*items[:at], *[slice(None)] * missing, *items[at + 1 :])
+            omitted = len(self.shape) - len(items) + 1
+            items = (*items[:at], *[slice(None)] * omitted, *items[at + 1 :])
         plain = tuple(item if isinstance(item, slice) else _whole(item) for item in items)
         if any(item is None or (isinstance(item, slice) and item.step not in (None, 1)) for item in plain):
             raise ReshardError(
@@ -119,11 +119,11 @@ class LazyTensor:
         the requested dtype, or if the checkpoint is closed.
         """
         with self._reading(self.files) as gatherer:
-            found = gatherer.read(self.tensor, 0, self.size)
+            elements = gatherer.read(self.tensor, 0, self.size)
         lost = gatherer.take_lost()
-        if overflow := lost.of(count_nonfinite(found, self._dtype) if lost.found else 0):
+        if overflow := lost.of(count_nonfinite(elements, self._dtype) if lost.found else 0):
             raise ReshardError(overflow_problem(self.name, overflow))
-        return found.reshape(self.shape)
+        return elements.reshape(self.shape)
 
     def numpy(self) -> Array:
         """Read the tensor as a numpy array. bfloat16 and 8-bit floats get the dtypes of ml_dtypes.
@@ -141,8 +141,8 @@ class LazyTensor:
         return as_torch(self.name, self.raw(), self._dtype, device)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        found = self.numpy()
-        return found if dtype is None else found.astype(dtype)
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
 
 
 def as_numpy(raw: Array, dtype: DType) -> Array:
@@ -164,8 +164,8 @@ def as_torch(name: str, raw: Array, dtype: DType, device: str | torchlib.device 
             remedy="use .raw()",
         )
     items = torch.from_numpy(raw.reshape(-1).view(np.uint8))
-    found: torchlib.Tensor = items.view(kind).reshape(raw.shape).to(target)
-    return found
+    tensor: torchlib.Tensor = items.view(kind).reshape(raw.shape).to(target)
+    return tensor
 
 
 def _torch() -> Any:
@@ -214,5 +214,5 @@ def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
         return np.dtype(dtype.name)
     import ml_dtypes
 
-    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.name))
-    return found
+    extended: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.name))
+    return extended

@@ -45,10 +45,10 @@ class Selection:
 
     def of(self, weights: Weights) -> list[LazyTensor]:
         """The tensors, in the order of the model. Raises TensorNotFoundError for an unknown name."""
-        asked = {*(self.names or ()), *(self.boxes or ())}
-        for unknown in sorted(asked - weights.keys()):
+        requested = {*(self.names or ()), *(self.boxes or ())}
+        for unknown in sorted(requested - weights.keys()):
             weights[unknown]  # raises
-        chosen = [weights[name] for name in weights if self.names is None or name in asked]
+        chosen = [weights[name] for name in weights if self.names is None or name in requested]
         self._check_experts(weights)
         return [self._part(each) for each in chosen if self._has(each)]
 

@@ -84,8 +84,8 @@ class Row(NamedTuple):
     @property
     def how(self) -> str:
         """How both sides differ, in words: how many elements by how much, or dtypes and shapes."""
-        there = [text for text in (self.a, self.b) if text]
-        parts = [" and ".join(there)] if self.differ is None or self.a != self.b else []
+        sides = [text for text in (self.a, self.b) if text]
+        parts = [" and ".join(sides)] if self.differ is None or self.a != self.b else []
         if self.differ is not None:
             parts.append(f"{self.differ:,} of {self.elements:,} elements")
         if self.largest is not None:
@@ -183,12 +183,12 @@ class Comparison:
 
     def by_dtypes(self) -> list[str]:
         """Lines that count the tensors that differ in dtype only, by their dtypes."""
-        found = Counter(
+        counts = Counter(
             (str(row.values), *(w.partition(" ")[0] for w in (row.a, row.b))) for row in self.recast
         )
         return [
             f"the values are {values}, the dtypes differ: {_tensors(number)}, {a} in A and {b} in B"
-            for (values, a, b), number in sorted(found.items())
+            for (values, a, b), number in sorted(counts.items())
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def need_of(first: Side, second: Side) -> MemoryNeed:
         made = most(
             side.quantized[n].storage.need({(dtype, shape): n}) for (_, dtype, shape), n in kinds.items()
         )
-        needs.append(MemoryNeed.of(other.checkpoint.tensors).beside(made))
+        needs.append(MemoryNeed.of(other.checkpoint.tensors).plus(made))
     return most(needs)
 
 
@@ -297,18 +297,19 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None) -> Side:
         base = other.root if (other.root / "config.json").is_file() else None
     borrowed = base == other.root
     try:
-        found = resolve(describe(checkpoint, base), computes=False)
-        return Side(found.checkpoint, found.model, logical_tensors(found), notes, quantized)
+        resolved = resolve(describe(checkpoint, base), computes=False)
+        return Side(resolved.checkpoint, resolved.model, logical_tensors(resolved), notes, quantized)
     except ReshardError as error:
         if borrowed and not checkpoint.has_hub_names:
             raise ReshardError(_of_another_model(checkpoint, other, error.problems)) from cause_of(error)
         if not checkpoint.has_hub_names:
             raise
         # The names are the Hub's already: missing, extra or misshapen tensors are the differences.
-        found = as_named(described_by(_config(checkpoint, base), checkpoint, base or checkpoint.root))
-        if declared(found.config.get("model_type")):
-            found = replace(found, config={})  # it is damaged, so that its config says nothing of its tensors
-        return Side(found.checkpoint, None, logical_tensors(found), notes, quantized)
+        resolved = as_named(described_by(_config(checkpoint, base), checkpoint, base or checkpoint.root))
+        if declared(resolved.config.get("model_type")):
+            # It is damaged, so that its config says nothing of its tensors.
+            resolved = replace(resolved, config={})
+        return Side(resolved.checkpoint, None, logical_tensors(resolved), notes, quantized)
 
 
 def _of_another_model(checkpoint: Checkpoint, other: Checkpoint, problems: Sequence[Problem]) -> Problem:
@@ -366,14 +367,14 @@ def _compared(
     copies = {name for side in (first, second) if side.model for name in side.model.binding().copies}
     only_a = [name for name in ours if name not in theirs and name not in copies]
     only_b = [name for name in theirs if name not in ours and name not in copies]
-    rows = [Row(name, "only in A", _words(ours[name]), "") for name in only_a]
-    rows += [Row(name, "only in B", "", _words(theirs[name])) for name in only_b]
+    rows = [Row(name, "only in A", _dtype_and_shape(ours[name]), "") for name in only_a]
+    rows += [Row(name, "only in B", "", _dtype_and_shape(theirs[name])) for name in only_b]
     same = []
     for name in ours.keys() & theirs.keys():
         if ours[name].shape != theirs[name].shape:
-            rows.append(Row(name, "shape", _words(ours[name]), _words(theirs[name])))
+            rows.append(Row(name, "shape", _dtype_and_shape(ours[name]), _dtype_and_shape(theirs[name])))
         elif not _are_comparable(ours[name].dtype, theirs[name].dtype):
-            rows.append(Row(name, "dtype", _words(ours[name]), _words(theirs[name])))
+            rows.append(Row(name, "dtype", _dtype_and_shape(ours[name]), _dtype_and_shape(theirs[name])))
         else:
             same.append(name)
     nbytes = sum(ours[name].nbytes for name in same)
@@ -384,8 +385,8 @@ def _compared(
         with closing(Comparer(stopped, share, ledger)) as comparer:
             return _differing(first, second, taken(waiting, stopped), comparer, on_bytes, changes)
 
-    found = [row for part in together(work, share.threads) for row in part]
-    rows += [row for row in found if row.kind not in EXPLAINED]
+    differing = [row for part in together(work, share.threads) for row in part]
+    rows += [row for row in differing if row.kind not in EXPLAINED]
     check_sums(ledger, {})
     model = first.model or second.model
     sides = (("A", first), ("B", second))
@@ -400,7 +401,7 @@ def _compared(
         if side.model
         for warning in side.model.warnings
     ]
-    rounded = sorted(row for row in found if row.kind in EXPLAINED)
+    rounded = sorted(row for row in differing if row.kind in EXPLAINED)
     family = model.family.name if model else None
     return Comparison(
         len(same),
@@ -438,7 +439,7 @@ def _are_comparable(first: DType, second: DType) -> bool:
     return first == second or (castable(first) and castable(second))
 
 
-def _words(logical: LogicalTensor) -> str:
+def _dtype_and_shape(logical: LogicalTensor) -> str:
     return f"{logical.dtype} {list(logical.shape)}"
 
 
@@ -486,12 +487,12 @@ def _same_dtype(
 ) -> tuple[Row | None, int]:
     """The row of a tensor that differs, and how many of its elements do."""
     a, b = _exact(first, second, name)
-    found = comparer.difference(a, b, measure=measure)
-    if not found:
+    difference = comparer.difference(a, b, measure=measure)
+    if not difference:
         return None, 0
-    left, right = (_words(side.tensors.tensors[name]) for side in (first, second))
-    kind, counted = _kind(comparer, first, second, name), (found.elements, a.view.numel)
-    return Row(name, kind, left, right, found.largest, None, *counted), found.elements
+    left, right = (_dtype_and_shape(side.tensors.tensors[name]) for side in (first, second))
+    kind, counted = _kind(comparer, first, second, name), (difference.elements, a.view.numel)
+    return Row(name, kind, left, right, difference.largest, None, *counted), difference.elements
 
 
 def _other_dtype(
@@ -499,16 +500,16 @@ def _other_dtype(
 ) -> tuple[Row, int]:
     """The row of a tensor with two dtypes, and how many of its elements differ in value."""
     a, b = (_tensor(side, name) for side in (first, second))
-    found = comparer.gap(a, b, measure=measure)
-    left, right = (_words(side.tensors.tensors[name]) for side in (first, second))
-    if not found:
+    difference = comparer.gap(a, b, measure=measure)
+    left, right = (_dtype_and_shape(side.tensors.tensors[name]) for side in (first, second))
+    if not difference:
         return Row(name, "dtype", left, right, None, EQUAL, 0, a.view.numel), 0
-    row = Row(name, "dtype", left, right, found.largest, None, found.elements, a.view.numel)
-    if found.rounded_to:
-        return row._replace(values=f"{EQUAL} after rounding to {found.rounded_to}"), found.elements
+    row = Row(name, "dtype", left, right, difference.largest, None, difference.elements, a.view.numel)
+    if difference.rounded_to:
+        return row._replace(values=f"{EQUAL} after rounding to {difference.rounded_to}"), difference.elements
     if _is_rounded(comparer, first, second, name):
-        return row._replace(kind=ROUNDED_SUM), found.elements
-    return row._replace(kind="dtype and values"), found.elements
+        return row._replace(kind=ROUNDED_SUM), difference.elements
+    return row._replace(kind="dtype and values"), difference.elements
 
 
 def _kind(comparer: Comparer, first: Side, second: Side, name: str) -> str:

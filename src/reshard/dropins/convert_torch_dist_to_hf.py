@@ -95,11 +95,11 @@ def _check(plan: Plan, origin: Path | None, vocabulary: int | None) -> None:
             found=f"--vocab-size {vocabulary}",
             remedy="leave out --vocab-size, or correct vocab_size in the config.json of --origin-hf-dir",
         )
-    missing = sorted(_weights_in(origin) - shapes.keys()) if origin else []
-    if missing:
+    lacking = sorted(_weights_in(origin) - shapes.keys()) if origin else []
+    if lacking:
         raise refuse(
             "--add-missing-from-origin-hf",
-            f"the checkpoint lacks {listed(missing, 3)}, and weights of two checkpoints are not mixed",
+            f"the checkpoint lacks {listed(lacking, 3)}, and weights of two checkpoints are not mixed",
             "leave it out, and add these weights afterwards",
         )
 

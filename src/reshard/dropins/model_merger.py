@@ -108,7 +108,7 @@ def test(backend: str, local_dir: Path, test_hf_dir: Path, **unused: bool) -> No
     with Watch("verify", quiet=False) as watch:
         source = _source(local_dir)
         _check_format(backend, source, open_checkpoint(source).format)
-        found = verify(
+        comparison = verify(
             source,
             test_hf_dir,
             base=_base(local_dir),
@@ -116,8 +116,8 @@ def test(backend: str, local_dir: Path, test_hf_dir: Path, **unused: bool) -> No
             on_total=watch.begin,
             on_bytes=lambda count: watch.advance(count),
         )
-    print_comparison(found)
-    sys.exit(1 if found.different else 0)
+    print_comparison(comparison)
+    sys.exit(1 if comparison.different else 0)
 
 
 def _source(local_dir: Path) -> Path:

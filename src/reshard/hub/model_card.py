@@ -58,19 +58,19 @@ def _metadata(plan: Plan, options: ConversionOptions) -> dict[str, Any]:
     """What the Hub reads from a card. Unknown values are left out."""
     is_adapter = plan.target == peft.NAME
     folders = _folders(plan)
-    found: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
+    metadata: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
     if base := _base(plan, folders):
-        found["base_model"] = base
+        metadata["base_model"] = base
         if is_adapter:
-            found["base_model_relation"] = "adapter"
+            metadata["base_model_relation"] = "adapter"
         elif options.quantize:
-            found["base_model_relation"] = "quantized"
-    found["tags"] = ["reshard"]
+            metadata["base_model_relation"] = "quantized"
+    metadata["tags"] = ["reshard"]
     for folder in folders:
-        told = _front_matter(folder / README)
-        if licensed := {key: str(told[key]) for key in LICENSE_KEYS if key in told}:
-            return {**licensed, **found}
-    return found
+        front_matter = _front_matter(folder / README)
+        if licensed := {key: str(front_matter[key]) for key in LICENSE_KEYS if key in front_matter}:
+            return {**licensed, **metadata}
+    return metadata
 
 
 def _folders(plan: Plan) -> list[Path]:
@@ -83,15 +83,15 @@ def _folders(plan: Plan) -> list[Path]:
 def _base(plan: Plan, folders: Iterable[Path]) -> str | None:
     """The Hub's name of the model that this one was made from, if a file or the Hub's cache has it."""
     for folder in folders:
-        for told in (*_cached(folder), *_said(folder)):
-            if _ID.fullmatch(told) and not Path(told).exists():
-                return told
+        for name in (*_cached(folder), *_said(folder)):
+            if _ID.fullmatch(name) and not Path(name).exists():
+                return name
     return None
 
 
 def _cached(folder: Path) -> list[str]:
-    found = [_CACHED.fullmatch(part) for part in (*folder.parts, *folder.resolve().parts)]
-    return [f"{match[1]}/{match[2]}" for match in found if match]
+    matches = [_CACHED.fullmatch(part) for part in (*folder.parts, *folder.resolve().parts)]
+    return [f"{match[1]}/{match[2]}" for match in matches if match]
 
 
 def _said(folder: Path) -> list[str]:
@@ -111,24 +111,24 @@ def _front_matter(path: Path) -> Mapping[str, Any]:
     try:
         text = Sources().read(path, MAX_YAML_BYTES).decode()
         match = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
-        found = yaml_of(match[1].encode()) if match else {}
+        content = yaml_of(match[1].encode()) if match else {}
     except (OSError, ReshardError, ValueError):
         return {}
-    return found if isinstance(found, Mapping) else {}
+    return content if isinstance(content, Mapping) else {}
 
 
 def _origin(plan: Plan) -> str:
     source = plan.facts["source"]
     iteration, variant = source["iteration"], source["variant"]
-    words = [
+    parts = [
         f"Converted with [reshard]({PROJECT_URL}) {plan.facts['reshard']} "
         f"from a checkpoint in the format `{plan.source}`"
     ]
-    words += [f"({variant})"] if variant else []
-    words += [f"at iteration {iteration}"] if iteration is not None else []
+    parts += [f"({variant})"] if variant else []
+    parts += [f"at iteration {iteration}"] if iteration is not None else []
     layout = SavedLayout(**(source["layout"] or {}))
-    words += [f"that was sharded as {layout}"] if str(layout) else []
-    return " ".join(words) + "."
+    parts += [f"that was sharded as {layout}"] if str(layout) else []
+    return " ".join(parts) + "."
 
 
 def _table(plan: Plan, options: ConversionOptions) -> str:

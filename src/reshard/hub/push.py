@@ -89,12 +89,12 @@ class Upload:
         from huggingface_hub.errors import RepositoryNotFoundError
 
         try:
-            found = self._api.model_info(self.name)
+            info = self._api.model_info(self.name)
         except RepositoryNotFoundError:
             return None
         if "write" in signature(self._api.auth_check).parameters:
             self._api.auth_check(self.name, write=True)
-        if self._push.private and not found.private:
+        if self._push.private and not info.private:
             raise ReshardError(
                 "repository-public",
                 "the repository is public",
@@ -102,15 +102,15 @@ class Upload:
                 rule="--private makes a new repository private, but does not change an existing one",
                 remedy="make it private in its settings on the Hub, or choose another name",
             )
-        self._obsolete(found)
-        return found
+        self._obsolete(info)
+        return info
 
-    def _obsolete(self, found: Any) -> list[str]:
+    def _obsolete(self, info: Any) -> list[str]:
         """The files of an older upload that would be left over. Raises ReshardError if other files are in the way."""
-        there = {file.rfilename for file in found.siblings}
+        names = {file.rfilename for file in info.siblings}
         ours = {file.path for file in self._plan.files}
-        record = self._record() if RECORD in there else {}
-        if not there - set(FOREIGN_FILES) or record.get("plan") == self._digest:
+        record = self._record() if RECORD in names else {}
+        if not names - set(FOREIGN_FILES) or record.get("plan") == self._digest:
             return []
         if not self._push.overwrite:
             raise ReshardError(
@@ -118,12 +118,12 @@ class Upload:
                 "the repository is not empty",
                 file=self.url,
                 rule="old shards or a stale index must not remain next to new ones",
-                found=listed(sorted(there - set(FOREIGN_FILES)), 5),
+                found=listed(sorted(names - set(FOREIGN_FILES)), 5),
                 remedy="choose another repository, or pass --overwrite to replace its files (its history keeps them)",
             )
         files = record.get(FILES_KEY)
         old = {RECORD, *files} if isinstance(files, dict | list) else set()
-        if foreign := sorted(there - old - ours - set(FOREIGN_FILES)):
+        if foreign := sorted(names - old - ours - set(FOREIGN_FILES)):
             raise ReshardError(
                 "repository-foreign-files",
                 "the repository contains files that --overwrite does not delete",
@@ -132,15 +132,15 @@ class Upload:
                 found=listed(foreign, 5),
                 remedy="delete these files on the Hub, or choose another repository",
             )
-        return sorted((old & there) - ours)
+        return sorted((old & names) - ours)
 
     def _record(self) -> dict[str, Any]:
         """The content of `reshard.json` in the repository; empty if it is not ours."""
         try:
-            found = json_of(self._content(RECORD))
+            record = json_of(self._content(RECORD))
         except ValueError:
             return {}
-        return found if isinstance(found, dict) else {}
+        return record if isinstance(record, dict) else {}
 
     def _content(self, name: str) -> bytes:
         with TemporaryDirectory() as folder:
@@ -152,11 +152,11 @@ class Upload:
 
         names = sorted(file.path for file in self._plan.files)
         with _understood(self.name, folder):
-            found = self._api.model_info(self.name)
-            obsolete = self._obsolete(found)
+            info = self._api.model_info(self.name)
+            obsolete = self._obsolete(info)
             operations: list[Any] = [CommitOperationDelete(name) for name in obsolete]
             operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
-            if README not in names and self._is_ours(found):
+            if README not in names and self._is_ours(info):
                 card = model_card(self._plan, options, self.name)
                 operations.append(CommitOperationAdd(README, card))
             on_upload(self.url, self._plan.nbytes)
@@ -164,12 +164,12 @@ class Upload:
                 self.name,
                 operations,
                 commit_message=f"Convert from {self._plan.source} with reshard {__version__}",
-                parent_commit=found.sha,
+                parent_commit=info.sha,
             )
 
-    def _is_ours(self, found: Any) -> bool:
+    def _is_ours(self, info: Any) -> bool:
         """Whether the card of the repository is ours, or there is none."""
-        if README not in {file.rfilename for file in found.siblings}:
+        if README not in {file.rfilename for file in info.siblings}:
             return True
         return SIGNATURE.encode() in self._content(README)
 
@@ -268,14 +268,14 @@ def _understood(repository: str, folder: Path | None = None) -> Iterator[None]:
     except (ReshardError, MemoryError):
         raise
     except Exception as error:
-        code, message, remedy = _words(error)
+        code, message, remedy = _explanation(error)
         kept = f"; {folder} is complete, and only the upload is repeated" if folder else ""
         raise ReshardError(
-            code, message, file=repository, found=_told(error), remedy=remedy + kept
+            code, message, file=repository, found=_text(error), remedy=remedy + kept
         ) from error
 
 
-def _words(error: BaseException) -> tuple[str, str, str]:
+def _explanation(error: BaseException) -> tuple[str, str, str]:
     """The code, message and remedy of an error. The cause of an error may say more than the error."""
     from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
@@ -303,7 +303,7 @@ def _words(error: BaseException) -> tuple[str, str, str]:
     )
 
 
-def _told(error: Exception) -> str:
+def _text(error: Exception) -> str:
     """The text of an error and its causes, on one line."""
-    cause = f", because of {_told(error.__cause__)}" if isinstance(error.__cause__, Exception) else ""
+    cause = f", because of {_text(error.__cause__)}" if isinstance(error.__cause__, Exception) else ""
     return " ".join(said(error).split()) + cause

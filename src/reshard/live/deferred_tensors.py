@@ -98,8 +98,8 @@ class DeferredTensor(torch.Tensor):  # type: ignore[misc]
             if func in VIEW_METHODS:
                 return func(*args, **kwargs)
             if func in VIEW_OPERATIONS and isinstance(args[0], cls):
-                found = _viewed(func, args[0], args[1:], kwargs)
-                return _applied(func, args, kwargs) if found is None else found
+                view = _viewed(func, args[0], args[1:], kwargs)
+                return _applied(func, args, kwargs) if view is None else view
             if func is torch.Tensor.copy_ and len(args) > 1 and isinstance(args[1], cls):
                 return _copied(args[0], args[1], *args[2:], **kwargs)
             return _applied(func, args, kwargs)
@@ -164,12 +164,12 @@ def _viewed(
     """A view of a deferred tensor, or None if it cannot be deferred. Raises what torch raises."""
     model = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     expected = func(model, *args, **kwargs)  # torch checks the arguments
-    found: DeferredTensor | tuple[DeferredTensor, ...] | None = VIEW_OPERATIONS[func](tensor, *args, **kwargs)
-    if found is None:
+    view: DeferredTensor | tuple[DeferredTensor, ...] | None = VIEW_OPERATIONS[func](tensor, *args, **kwargs)
+    if view is None:
         return None
-    shapes = [each.shape for each in (found if isinstance(found, tuple) else (found,))]
+    shapes = [each.shape for each in (view if isinstance(view, tuple) else (view,))]
     wanted = [each.shape for each in (expected if isinstance(expected, (tuple, list)) else (expected,))]
-    return found if shapes == wanted else None
+    return view if shapes == wanted else None
 
 
 def _same(tensor: DeferredTensor, *_: Any, **__: Any) -> DeferredTensor:
@@ -196,11 +196,11 @@ def _getitem(tensor: DeferredTensor, index: Any) -> DeferredTensor | None:
         items = (*items[:at], *[slice(None)] * (tensor.ndim - len(items) + 1), *items[at + 1 :])
     if not all(type(item) is int or (isinstance(item, slice) and item.step in (None, 1)) for item in items):
         return None
-    found, axis = tensor, 0
+    part, axis = tensor, 0
     for item in items:
-        found = found.cut(axis, item)
+        part = part.cut(axis, item)
         axis += isinstance(item, slice)
-    return found
+    return part
 
 
 def _unsqueeze(tensor: DeferredTensor, dim: int) -> DeferredTensor:

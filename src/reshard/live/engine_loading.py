@@ -73,8 +73,8 @@ class WeightsForModel:
 
     def refuse_missing(self, model: torch.nn.Module, loading: LoadingNotes, reported: set[str]) -> None:
         """Raise ReshardError if the checkpoint has no weights for some parameters."""
-        missing = loading.missing(reported | _without_weights(model, self._engine.of_kv_cache))
-        if missing:
+        unloaded = loading.unloaded(reported | _without_weights(model, self._engine.of_kv_cache))
+        if unloaded:
             raise ReshardError(
                 [
                     Problem(
@@ -84,7 +84,7 @@ class WeightsForModel:
                         file=str(self.weights.checkpoint.path),
                         remedy="pass the config that belongs to the checkpoint, or the complete checkpoint",
                     )
-                    for name in missing
+                    for name in unloaded
                 ]
             )
 
@@ -186,12 +186,12 @@ def _warn_of_another_config(engine: InferenceEngine, weights: Weights, folder: s
     own, served = (config_of(weights.checkpoint, each) or {} for each in (None, source_path(folder)))
     other = [key for key in sorted(own.keys() & served.keys() - IGNORED_KEYS) if own[key] != served[key]]
     if other:
-        told = ", ".join(f"{key}: {served[key]} instead of {own[key]}" for key in other)
+        differences = ", ".join(f"{key}: {served[key]} instead of {own[key]}" for key in other)
         engine.logger.warning(
             "The config in %s differs from that of the checkpoint in %s: %s",
             folder,
             weights.checkpoint.root,
-            told,
+            differences,
         )
 
 

@@ -34,7 +34,7 @@ class LoadingNotes:
         with self._lock:
             self._written[_address(tensor)] += tensor.numel()
 
-    def missing(self, reported: Collection[str]) -> list[str]:
+    def unloaded(self, reported: Collection[str]) -> list[str]:
         """Parameters that were neither written nor replaced, and that the engine did not report as loaded."""
         after = _memory(self._model)
         self._written[0] = 0  # copies into meta tensors
@@ -69,10 +69,10 @@ class _Noting(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
             self._wrote(args[0])
-        return found
+        return result
 
 
 @contextmanager

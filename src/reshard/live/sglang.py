@@ -92,10 +92,10 @@ class SGLangLoader(DefaultModelLoader):  # type: ignore[misc]
         self._config, self._filling = config, WeightsForModel(ENGINE, weights)
         if self.load_config.draft_model_idx is None:
             return self._filling.tensors()
-        found: Iterator[tuple[str, torch.Tensor]] = self._filter_mtp_weights(
+        filtered: Iterator[tuple[str, torch.Tensor]] = self._filter_mtp_weights(
             self._filling.tensors(), "", self.load_config.draft_model_idx
         )
-        return found
+        return filtered
 
     def load_weights_and_postprocess(
         self, model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]], target_device: Any

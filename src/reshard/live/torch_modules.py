@@ -69,18 +69,18 @@ def load_into(module: torch.nn.Module, weights: Weights, how: ReadOptions) -> Lo
     if problems := [*sharded_otherwise(module, file)]:  # before it gathers all of them for its state_dict
         raise ReshardError(problems)
     places = _places(module)
-    found = _named(places, weights)
-    there = {name for each in places for name in each.names}
-    beyond = {name for name in found.keys() - there if is_mtp(name, weights.plan.request.model)}
-    found = {name: each for name, each in found.items() if name not in beyond}
+    planned = _named(places, weights)
+    names = {name for each in places for name in each.names}
+    beyond = {name for name in planned.keys() - names if is_mtp(name, weights.plan.request.model)}
+    planned = {name: each for name, each in planned.items() if name not in beyond}
     saved = [(each.names[0], each.target) for each in places]
     problems = [*_on_meta(module, file), *not_in_place(module, saved, file)]
-    if problems := [*problems, *_differences(module, places, found, file)]:
-        raise ReshardError(one_for_all(problems, there | found.keys(), file))
-    fills = {name: each for each in places if (name := _name_in(each, found)) is not None}
-    if unequal := unequal_replicas([*_tied(places, found)], shared(how.workers, how.memory)):
+    if problems := [*problems, *_differences(module, places, planned, file)]:
+        raise ReshardError(one_for_all(problems, names | planned.keys(), file))
+    fills = {name: each for each in places if (name := _name_in(each, planned)) is not None}
+    if unequal := unequal_replicas([*_tied(places, planned)], shared(how.workers, how.memory)):
         raise ReshardError(unequal)
-    wanted = [_wanted(found[name], each) for name, each in fills.items()]
+    wanted = [_wanted(planned[name], each) for name, each in fills.items()]
     wanted.sort(key=lambda each: place(each.tensor))
     counts: list[int] = []
     with telling_what_changed(len(wanted), counts, file):
@@ -89,7 +89,7 @@ def load_into(module: torch.nn.Module, weights: Weights, how: ReadOptions) -> Lo
             if not is_direct(local):
                 local.copy_(as_torch(name, raw.reshape(tuple(local.shape)), _dtype_of(local), None))
     filled = sum(each.tensor.nbytes for each in wanted)
-    kept = [each.names[0] for each in places if _name_in(each, found) is None]
+    kept = [each.names[0] for each in places if _name_in(each, planned) is None]
     return LoadedTensors(len(wanted), filled, sum(counts), tuple(sorted(beyond)), tuple(kept))
 
 
@@ -137,20 +137,20 @@ def _box(tensor: torch.Tensor) -> tuple[slice, ...] | None:
 
 def _named(places: Collection[_LocalTensor], weights: Weights) -> Mapping[str, Planned]:
     """The tensors of the checkpoint under the names of the module: those of the Hub, or those in memory."""
-    there = {name for each in places for name in each.names}
+    names = {name for each in places for name in each.names}
     as_hub = {each.name: each for each in weights.plan.planned}
     as_live = {each.name: each for each in weights.in_memory()}
-    return max(as_live, as_hub, key=lambda each: len(there & each.keys()) - len(each.keys() - there))
+    return max(as_live, as_hub, key=lambda each: len(names & each.keys()) - len(each.keys() - names))
 
 
-def _name_in(target: _LocalTensor, found: Mapping[str, Planned]) -> str | None:
-    return next((name for name in target.names if name in found), None)
+def _name_in(target: _LocalTensor, planned: Mapping[str, Planned]) -> str | None:
+    return next((name for name in target.names if name in planned), None)
 
 
-def _tied(places: Collection[_LocalTensor], found: Mapping[str, Planned]) -> Iterator[Replica]:
+def _tied(places: Collection[_LocalTensor], planned: Mapping[str, Planned]) -> Iterator[Replica]:
     """The tensors of the checkpoint that are one tensor in the module, and so must be equal."""
     for each in places:
-        for first, other in pairwise(found[name] for name in each.names if name in found):
+        for first, other in pairwise(planned[name] for name in each.names if name in planned):
             yield Replica(
                 other.name,
                 Tensor(first.dtype, first.source()),
@@ -178,14 +178,14 @@ def _on_meta(module: torch.nn.Module, file: str) -> Iterator[Problem]:
 
 
 def _differences(
-    module: torch.nn.Module, places: Collection[_LocalTensor], found: Mapping[str, Planned], file: str
+    module: torch.nn.Module, places: Collection[_LocalTensor], planned: Mapping[str, Planned], file: str
 ) -> Iterator[Problem]:
     """A problem for each tensor that only one side has, or that has another shape."""
     missing = _ignored(module, "_keys_to_ignore_on_load_missing")
     unexpected = _ignored(module, "_keys_to_ignore_on_load_unexpected")
-    there = {name for each in places for name in each.names}
+    names = {name for each in places for name in each.names}
     for each in places:
-        name = _name_in(each, found)
+        name = _name_in(each, planned)
         if name is None and not any(map(missing, each.names)):
             yield Problem(
                 "live-tensor-not-in-checkpoint",
@@ -194,29 +194,29 @@ def _differences(
                 file=file,
                 remedy="build the module from the config that belongs to these weights",
             )
-        elif name is not None and found[name].shape != tuple(each.target.shape):
+        elif name is not None and planned[name].shape != tuple(each.target.shape):
             yield Problem(
                 "live-tensor-shape-differs",
                 "a tensor has another shape in the module than in the checkpoint",
                 tensor=name,
                 file=file,
                 expected=str(list(each.target.shape)),
-                found=str(list(found[name].shape)),
+                found=str(list(planned[name].shape)),
                 remedy="build the module from the config that belongs to these weights",
             )
-        elif name is not None and not _fits(found[name].dtype, _dtype_of(each.target)):
+        elif name is not None and not _fits(planned[name].dtype, _dtype_of(each.target)):
             yield Problem(
                 "live-tensor-dtype-differs",
                 "a tensor cannot be cast to the dtype that it has in the module",
                 tensor=name,
                 file=file,
                 expected=str(each.target.dtype).removeprefix("torch."),
-                found=found[name].dtype.name,
+                found=planned[name].dtype.name,
                 remedy="make it a float tensor in the module: .float()"
-                if castable(found[name].dtype)
+                if castable(planned[name].dtype)
                 else 'dequantize the weights: pass dtype="bfloat16"',
             )
-    for name in found.keys() - there:
+    for name in planned.keys() - names:
         if not unexpected(name):
             yield Problem(
                 "live-tensor-not-in-module",

@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from reshard.commands.verification import Comparison
 
 
-def inspection_page(found: Inspection) -> str:
+def inspection_page(inspection: Inspection) -> str:
     """The page that `inspect --html` writes."""
     from reshard.pages.rank_board import board_of
     from reshard.pages.weight_tree import tree_of
 
-    checkpoint = found.checkpoint
+    checkpoint = inspection.checkpoint
     return _page(
         "inspect.html",
         title=str(checkpoint.path),
-        rows=found.rows(),
-        notes=[*found.notes, *found.hints],
-        problems=[(each.severity, str(each)) for each in found.problems],
-        next=found.next,
-        board=board_of(found),
+        rows=inspection.rows(),
+        notes=[*inspection.notes, *inspection.hints],
+        problems=[(each.severity, str(each)) for each in inspection.problems],
+        next=inspection.next,
+        board=board_of(inspection),
         data={"tree": tree_of(checkpoint)},
     )
 
 
-def comparison_page(found: Comparison, source: str, target: str) -> str:
+def comparison_page(comparison: Comparison, source: str, target: str) -> str:
     """The page that `verify --html` writes for two checkpoints whose tensors were compared."""
     from reshard.pages.difference_map import heat_of, table_of
 
@@ -47,11 +47,11 @@ def comparison_page(found: Comparison, source: str, target: str) -> str:
         title=f"{source} ↔ {target}",
         a=source,
         b=target,
-        verdict=found.verdict,
-        equal=found.equal,
-        table=table_of(found),
-        notes=found.notes,
-        data={"heat": heat_of(found.changes)},
+        verdict=comparison.verdict,
+        equal=comparison.equal,
+        table=table_of(comparison),
+        notes=comparison.notes,
+        data={"heat": heat_of(comparison.changes)},
     )
 
 

@@ -30,17 +30,17 @@ def heat_of(changes: Sequence[Change]) -> dict[str, Any]:
     modules = sorted({module for _, module in cells}, key=_order)
     columns = {layer: index for index, layer in enumerate(layers)}
     rows = {module: index for index, module in enumerate(modules)}
-    found = []
+    drawn = []
     for (layer, module), members in list(cells.items())[:MAX_CELLS]:
         relative = sqrt(_sum(each.moved for each in members) / (_sum(each.norm for each in members) or 1.0))
         elements, differ = sum(each.elements for each in members), sum(each.differ for each in members)
-        told = f"{differ:,} of {elements:,} elements differ"
-        told += f", in {len(members):,} tensors" if len(members) > 1 else ""
-        found.append([columns[layer], rows[module], relative if isfinite(relative) else None, told])
+        tooltip = f"{differ:,} of {elements:,} elements differ"
+        tooltip += f", in {len(members):,} tensors" if len(members) > 1 else ""
+        drawn.append([columns[layer], rows[module], relative if isfinite(relative) else None, tooltip])
     return {
         "layers": ["no layer" if layer < 0 else str(layer) for layer in layers],
         "modules": [shown(module) for module in modules],
-        "cells": found,
+        "cells": drawn,
     }
 
 
@@ -59,11 +59,11 @@ def _place(name: str) -> tuple[int, str]:
     return int(number[0]) if number else -1, _NUMBER.sub("*", name)
 
 
-def table_of(found: Comparison) -> list[dict[str, Any]]:
+def table_of(comparison: Comparison) -> list[dict[str, Any]]:
     """The tensors that differ: first those that cannot be compared, then by decreasing relative change."""
-    measured = {each.tensor: each for each in found.changes}
+    measured = {each.tensor: each for each in comparison.changes}
     rows: list[dict[str, Any]] = []
-    for row in [*found.rows, *found.rounded]:
+    for row in [*comparison.rows, *comparison.rounded]:
         change = measured.get(row.tensor)
         rows.append(
             {

@@ -29,22 +29,22 @@ def check_page(path: Path, option: str) -> None:
 
 def in_the_way(path: Path, option: str) -> Iterator[Problem]:
     """Why no page can be written to `path`, which `option` named: checked before the page's content is computed."""
-    found = None
+    obstacle = None
     if path.is_dir():
-        found = "a folder"
+        obstacle = "a folder"
     elif path.exists() and not path.is_file():
-        found = "a device, pipe or socket"
+        obstacle = "a device, pipe or socket"
     elif path.exists():
         with path.open("rb") as file:
-            found = None if _MARK in file.read(_HEAD) else "a file that reshard did not write"
+            obstacle = None if _MARK in file.read(_HEAD) else "a file that reshard did not write"
     elif not path.parent.is_dir():
         yield _not_writable(path, option, "its folder does not exist")
-    if found:
+    if obstacle:
         yield Problem(
             "page-file-exists",
             "the page would replace another file",
             file=str(path),
-            found=found,
+            found=obstacle,
             remedy=f"pass another {option} FILE, or move it",
         )
 

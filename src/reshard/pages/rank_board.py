@@ -42,15 +42,15 @@ class Board:
     left: int = 0
 
 
-def board_of(found: Inspection) -> Board:
+def board_of(inspection: Inspection) -> Board:
     """The ranks of a Megatron checkpoint; the files of any other one."""
-    layout, model = found.checkpoint.layout.complete(), found.model
-    if found.checkpoint.has_megatron_names and model and layout.world_size > 1:
+    layout, model = inspection.checkpoint.layout.complete(), inspection.model
+    if inspection.checkpoint.has_megatron_names and model and layout.world_size > 1:
         try:
             return _of_ranks(layout.over(model.dims.layers), model)
         except ReshardError:
             pass  # unknown stages: show the files instead
-    return _of_files(found.checkpoint)
+    return _of_files(inspection.checkpoint)
 
 
 def _of_ranks(layout: Layout, model: Model) -> Board:
@@ -146,5 +146,5 @@ def _runs(numbers: set[int], most: int = 4) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    words = [str(a) if a == b else f"{a}–{b}" for a, b in runs]
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+    texts = [str(a) if a == b else f"{a}–{b}" for a, b in runs]
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

@@ -76,8 +76,8 @@ def tree_of(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """The modules of a checkpoint under their stored names. The experts of a layer are one module."""
     root = _Node("")
     for name, tensor in checkpoint.tensors.items():
-        found = {cells.storage.path for cells in cells_of(tensor.view)} - {""}
-        root.add([*_modules(name)], name, tensor, found)
+        files = {cells.storage.path for cells in cells_of(tensor.view)} - {""}
+        root.add([*_modules(name)], name, tensor, files)
     depth = 8
     while depth > 1 and root.nodes(depth) > MAX_NODES:
         depth -= 1

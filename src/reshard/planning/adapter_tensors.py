@@ -88,13 +88,15 @@ def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, 
         return replace(request, tensors=tensors, adapter=settings), base, []
     if live := request.model.family.live:
         adapter = adapter.renamed(live.begun_on_hub)
-    found = linears(adapter, request.model.binding(), same_bytes)
-    shared = (dict.fromkeys(pair.a for pair in each.pairs.values()) for each in found.values() if each.shared)
+    changes = linears(adapter, request.model.binding(), same_bytes)
+    shared = (
+        dict.fromkeys(pair.a for pair in each.pairs.values()) for each in changes.values() if each.shared
+    )
     base[SHARED] = sum(a.nbytes for different in shared for a in [*different][1:])
-    rank = _rank(found, request.layout)
-    settings = _settings(adapter, found, rank)
-    request = replace(request, tensors=_as_linears(found, rank, types), adapter=settings)
-    return request, base, _notes(found, settings)
+    rank = _rank(changes, request.layout)
+    settings = _settings(adapter, changes, rank)
+    request = replace(request, tensors=_as_linears(changes, rank, types), adapter=settings)
+    return request, base, _notes(changes, settings)
 
 
 def _as_peft(adapter: adapters.Adapter, *, with_base: bool) -> Iterator[tuple[str, Tensor]]:
@@ -121,15 +123,15 @@ def same_bytes(first: Tensor, second: Tensor) -> bool:
     return np.array_equal(one, other)
 
 
-def _rank(found: Mapping[str, LinearChange], layout: Layout) -> int:
+def _rank(changes: Mapping[str, LinearChange], layout: Layout) -> int:
     """The rank for all linears, a multiple of TP, which cuts `linear_in` along the rank."""
-    highest = max(linear.rank for linear in found.values())
+    highest = max(linear.rank for linear in changes.values())
     return -(-highest // layout.tp) * layout.tp
 
 
-def _as_linears(found: Mapping[str, LinearChange], rank: int, types: OutputTypes) -> list[Planned]:
+def _as_linears(changes: Mapping[str, LinearChange], rank: int, types: OutputTypes) -> list[Planned]:
     tensors, problems = [], []
-    for name, linear in found.items():
+    for name, linear in changes.items():
         pairs = linear.pairs.values()
         wanted = {types.of(name, tensor.dtype) for pair in pairs for tensor in (pair.a, pair.b)}
         if len(wanted) > 1:
@@ -153,30 +155,30 @@ def _as_linears(found: Mapping[str, LinearChange], rank: int, types: OutputTypes
     return tensors
 
 
-def _settings(adapter: adapters.Adapter, found: Mapping[str, LinearChange], rank: int) -> dict[str, Any]:
+def _settings(adapter: adapters.Adapter, changes: Mapping[str, LinearChange], rank: int) -> dict[str, Any]:
     """The arguments of Megatron-Bridge's LoRA. alpha is scaled with the rank, so that alpha/r does not change."""
     module, pair = next(iter(adapter.pairs.items()))
     alpha = adapter.settings.scale(module, pair.rank) * rank
     whole = round(alpha)
     return {
-        "target_modules": targets(found),
+        "target_modules": targets(changes),
         "dim": rank,
         "alpha": whole if math.isclose(alpha, whole, rel_tol=1e-12) else alpha,
         "dropout": adapter.settings.dropout,
     }
 
 
-def _notes(found: Mapping[str, LinearChange], settings: Mapping[str, Any]) -> list[str]:
+def _notes(changes: Mapping[str, LinearChange], settings: Mapping[str, Any]) -> list[str]:
     linears = ", ".join(settings["target_modules"])
     notes = [
         f"the adapter alone, for Megatron-Bridge: LoRA(target_modules=[{linears}], dim={settings['dim']}, "
         f"alpha={settings['alpha']}); --merge puts it into its base"
     ]
-    if not all(linear.shared for linear in found.values()):
+    if not all(linear.shared for linear in changes.values()):
         notes.append(
             "projections of a fused linear have a lora_A of their own: they stand block by block in one pair of "
             f"rank {settings['dim']}, with zeros between; alpha grows with the rank, and alpha/r stays"
         )
-    elif any(linear.rank < settings["dim"] for linear in found.values()):
+    elif any(linear.rank < settings["dim"] for linear in changes.values()):
         notes.append(f"pairs of a lower rank are filled up with zeros to rank {settings['dim']}")
     return notes

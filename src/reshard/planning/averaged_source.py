@@ -68,13 +68,13 @@ def averaged_source(
     ]
     if problems:
         raise ReshardError(problems)
-    found, replicas = _averaged(sides, options.average.weights)
+    tensors, replicas = _averaged(sides, options.average.weights)
     *_, own = sides
     model = own.source.model
     return replace(
         own.source.checkpoint,
         dialect=HUB,
-        tensors=found,
+        tensors=tensors,
         variant=f"average of {len(sides)} checkpoints",
         iteration=None,
         config=own.config,
@@ -88,7 +88,7 @@ def averaged_source(
         spare=frozenset(),
         dropped=sum((side.dropped for side in sides), Counter()),
         replicas=[*chain.from_iterable(side.replicas for side in sides), *replicas],
-        notes=[*_notes(sides, paths, options.average.weights, found)],
+        notes=[*_notes(sides, paths, options.average.weights, tensors)],
     )
 
 
@@ -115,8 +115,8 @@ def _collected(problems: list[Problem]) -> Iterator[None]:
 def _opened(last: Checkpoint, average: AverageOf, options: ConversionOptions) -> list[Checkpoint]:
     """All checkpoints, in their order. Raises ReshardError for adapters, and for one that is given twice."""
     others = _each(lambda path: open_checkpoint(path, None, options.strip, last.sources), average.paths[:-1])
-    found = [*others, last]
-    problems = [*_twice(found)]
+    checkpoints = [*others, last]
+    problems = [*_twice(checkpoints)]
     problems += [
         Problem(
             "average-of-adapters",
@@ -127,12 +127,12 @@ def _opened(last: Checkpoint, average: AverageOf, options: ConversionOptions) ->
             remedy="merge each adapter into its base (reshard convert ADAPTER MODEL --merge --base DIR), and average "
             "the merged models",
         )
-        for each in found
+        for each in checkpoints
         if checkpoint_kind(each) is not CheckpointKind.MODEL
     ]
     if problems:
         raise ReshardError(problems)
-    return found
+    return checkpoints
 
 
 def _twice(checkpoints: Sequence[Checkpoint]) -> Iterator[Problem]:
@@ -189,31 +189,33 @@ def _other_tensors(
     held = [{tensor.name: tensor for tensor in side.planned} for side in sides]
     groups: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys(chain.from_iterable(held)):
-        found = [each.get(name) for each in held]
-        if how := _difference(found, paths, any_dtype=any_dtype):
+        tensors = [each.get(name) for each in held]
+        if how := _difference(tensors, paths, any_dtype=any_dtype):
             groups.setdefault(how, []).append(name)
-    for (code, told), names in groups.items():
+    for (code, description), names in groups.items():
         message, remedy = DIFFERENCES[code]
-        yield Problem(code, message, tensor=listed(names, 3), rule=AVERAGE_RULE, found=told, remedy=remedy)
+        yield Problem(
+            code, message, tensor=listed(names, 3), rule=AVERAGE_RULE, found=description, remedy=remedy
+        )
 
 
 def _difference(
-    found: Sequence[Planned | None], paths: Sequence[Path], *, any_dtype: bool
+    tensors: Sequence[Planned | None], paths: Sequence[Path], *, any_dtype: bool
 ) -> tuple[str, str] | None:
     """The code and the description of how one tensor differs among the checkpoints; None if it does not."""
-    there = [each for each in found if each]
-    if len(there) < len(found):
-        absent = [str(path) for path, each in zip(paths, found, strict=True) if not each]
+    present = [each for each in tensors if each]
+    if len(present) < len(tensors):
+        absent = [str(path) for path, each in zip(paths, tensors, strict=True) if not each]
         return "average-tensor-missing", f"not in {', '.join(absent)}"
-    if len({each.shape for each in there}) > 1:
-        return "average-shape-differs", _told((list(each.shape) for each in there), paths)
-    kinds = {each.dtype for each in there}
+    if len({each.shape for each in present}) > 1:
+        return "average-shape-differs", _values_by_path((list(each.shape) for each in present), paths)
+    kinds = {each.dtype for each in present}
     if len(kinds) == 1 or (any_dtype and all(map(castable, kinds))):
         return None
-    return "average-dtype-differs", _told((each.dtype for each in there), paths)
+    return "average-dtype-differs", _values_by_path((each.dtype for each in present), paths)
 
 
-def _told(values: Iterable[object], paths: Sequence[Path]) -> str:
+def _values_by_path(values: Iterable[object], paths: Sequence[Path]) -> str:
     return ", ".join(f"{value} in {path}" for value, path in zip(values, paths, strict=True))
 
 
@@ -286,8 +288,8 @@ def _one_sided(sides: Sequence[HubTensors], paths: Sequence[Path]) -> Iterator[s
         for place, has, lacks in ((path, facts, last), (paths[-1], last, facts)):
             keys = [key for key in sorted(has.keys() - lacks.keys() - OF_RUNS) if has[key] is not None]
             if keys:
-                told = listed([f"{key}={has[key]}" for key in keys], 5)
-                yield f"{told}: only in the config of {place}; the output has the settings of {paths[-1]}"
+                settings = listed([f"{key}={has[key]}" for key in keys], 5)
+                yield f"{settings}: only in the config of {place}; the output has the settings of {paths[-1]}"
 
 
 def _facts(side: HubTensors) -> Mapping[str, Any]:
@@ -301,18 +303,18 @@ def _facts(side: HubTensors) -> Mapping[str, Any]:
 
 def _declared(side: HubTensors) -> Mapping[str, Any]:
     """The settings that the family declares; none if it is undeclared, or cannot express the config."""
-    found: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
     if model := side.source.model:
         with suppress(ReshardError, *UNUSABLE):
-            found = model.family.config.to_config(model.family.config.to_args(model.text))
-    return found
+            settings = model.family.config.to_config(model.family.config.to_args(model.text))
+    return settings
 
 
 def _averaged(
     sides: Sequence[HubTensors], weights: Sequence[float]
 ) -> tuple[dict[str, Tensor], list[Replica]]:
     """The average of each tensor; those that are no floats are taken from the last, and compared with the others."""
-    found: dict[str, Tensor] = {}
+    averages: dict[str, Tensor] = {}
     replicas: list[Replica] = []
     held = [{each.name: each for each in side.planned} for side in sides]
     for last in sides[-1].planned:
@@ -320,11 +322,11 @@ def _averaged(
         tensors = [Tensor(each.dtype, each.source()) for each in alike]
         kind = _widest(each.dtype for each in alike)
         if castable(kind):
-            found[last.name] = Tensor(kind, View.of(AveragedTensor(tensors, weights), *last.shape))
+            averages[last.name] = Tensor(kind, View.of(AveragedTensor(tensors, weights), *last.shape))
         else:
-            found[last.name] = tensors[-1]
+            averages[last.name] = tensors[-1]
             replicas += [_must_be_equal(last.name, tensors[-1], each) for each in tensors[:-1]]
-    return found, replicas
+    return averages, replicas
 
 
 def _widest(kinds: Iterable[DType]) -> DType:
@@ -344,20 +346,23 @@ def _must_be_equal(name: str, first: Tensor, second: Tensor) -> Replica:
 
 
 def _notes(
-    sides: Sequence[HubTensors], paths: Sequence[Path], weights: Sequence[float], found: Mapping[str, Tensor]
+    sides: Sequence[HubTensors],
+    paths: Sequence[Path],
+    weights: Sequence[float],
+    tensors: Mapping[str, Tensor],
 ) -> Iterator[str]:
     yield "the average of " + ", ".join(
         f"{path} × {weight:.6g}" for path, weight in zip(paths, weights, strict=True)
     )
     if min(weights) < 0:
         yield "a negative weight moves the output away from a checkpoint, beyond what any of them was trained to"
-    if any(name.endswith(KEEPS_ITS_DTYPE) for name in found):
+    if any(name.endswith(KEEPS_ITS_DTYPE) for name in tensors):
         yield "the biases of routers are averaged as well: they balance the load of the averaged experts only roughly"
     yield from _one_sided(sides, paths)
     for path, key, value, wanted in _settings(sides, paths):
         yield f"{key} is {value} in {path}: the output has {wanted}, as {paths[-1]}"
     for side, path in zip(sides, paths, strict=True):
         model = side.source.model
-        told = [*side.source.checkpoint.notes, *side.source.notes, *(model.notes if model else ())]
-        told += [f"{each.message}: {each.found}" for each in (model.warnings if model else ())]
-        yield from (f"{path}: {note}" for note in told)
+        notes = [*side.source.checkpoint.notes, *side.source.notes, *(model.notes if model else ())]
+        notes += [f"{each.message}: {each.found}" for each in (model.warnings if model else ())]
+        yield from (f"{path}: {note}" for note in notes)

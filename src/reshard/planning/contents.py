@@ -144,7 +144,7 @@ def _quantized(contents: Contents) -> Contents:
         contents,
         request=replace(request, tensors=tensors, config=config, quantization=settings),
         notes=[*contents.notes, *notes],
-        memory=contents.memory.beside(memory),
+        memory=contents.memory.plus(memory),
     )
 
 

@@ -101,8 +101,8 @@ def _with_hinted_base(source: ConversionSource) -> ConversionSource:
     checkpoint, options = source.checkpoint, source.options
     if options.state_dict:
         return source
-    there = companions.find_companions(checkpoint.sources, *checkpoint.folders)
-    if options.base_path or (there.config and (there.has_tokenizer or options.no_tokenizer)):
+    own = companions.find_companions(checkpoint.sources, *checkpoint.folders)
+    if options.base_path or (own.config and (own.has_tokenizer or options.no_tokenizer)):
         return source
     notes = list(checkpoint.notes)
     base = None

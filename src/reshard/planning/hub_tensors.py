@@ -38,5 +38,5 @@ class HubTensors(NamedTuple):
 
     def companions(self) -> list[OutputFile]:
         """What a Hugging Face folder has besides the weights: config, tokenizer, code. Raises ReshardError."""
-        found = output_companions.find_companions(self.source.checkpoint, self.request)
-        return [*output_companions.companion_files(self.source.checkpoint, self.request, found)]
+        files = output_companions.find_companions(self.source.checkpoint, self.request)
+        return [*output_companions.companion_files(self.source.checkpoint, self.request, files)]

@@ -40,7 +40,7 @@ def merged_source(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[C
     checkpoint itself. Raises ReshardError if there is none, or if the adapter does not fit it.
     """
     adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
-    folder, told = base_folder(checkpoint, adapter, options)
+    folder, origin_notes = base_folder(checkpoint, adapter, options)
     base = plain_base(folder, checkpoint, options) if folder else None
     weights, replicas, config, dropped = hub_weights(base, options) if base else ({}, [], None, Counter())
     origin = base or checkpoint
@@ -78,7 +78,7 @@ def merged_source(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[C
             optimizer=None,
             dropped=+(Counter({**origin.dropped, **checkpoint.dropped}) + dropped),
             replicas=[*checkpoint.replicas, *replicas],
-            notes=[*checkpoint.notes, *told, *(base.notes if base else []), *notes],
+            notes=[*checkpoint.notes, *origin_notes, *(base.notes if base else []), *notes],
         ),
         replace(options, base=None if base else options.base_path),
     )
@@ -168,13 +168,13 @@ def _cut(weights: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> int:
 
 def _stored_bytes(tensor: Tensor) -> int:
     """Bytes on disk of a tensor, including everything that it is computed from."""
-    found = 0
+    nbytes = 0
     for piece in tensor.view.pieces:
         if isinstance(piece.source, Computed):
-            found += sum(map(_stored_bytes, piece.source.inputs))
+            nbytes += sum(map(_stored_bytes, piece.source.inputs))
         elif isinstance(piece.source, Cells):
-            found += piece.numel * piece.source.dtype.itemsize
-    return found
+            nbytes += piece.numel * piece.source.dtype.itemsize
+    return nbytes
 
 
 def _changes(

@@ -80,15 +80,15 @@ def logical_states(weights: LogicalTensors) -> dict[str, LogicalTensors]:
     """
     checkpoint = weights.checkpoint
     states = _carried(checkpoint)
-    problems = [each for state, found in states.items() for each in _misfits(state, found, checkpoint)]
+    problems = [each for state, tensors in states.items() for each in _misfits(state, tensors, checkpoint)]
     if problems:
         raise ReshardError(problems)
-    stateful = {name for found in states.values() for name in found}
+    stateful = {name for tensors in states.values() for name in tensors}
     masters = {name: tensor for name, tensor in checkpoint.tensors.items() if name in stateful}
     masters.update(states.get(MASTER_STATE, {}))
     return {
-        state: _of_state(weights, found, is_master=state == MASTER_STATE)
-        for state, found in {**states, MASTER_STATE: masters}.items()
+        state: _of_state(weights, tensors, is_master=state == MASTER_STATE)
+        for state, tensors in {**states, MASTER_STATE: masters}.items()
     }
 
 
@@ -111,16 +111,18 @@ def _misfits(state: str, tensors: Mapping[str, Tensor], checkpoint: Checkpoint) 
 
 def _of_state(weights: LogicalTensors, tensors: Mapping[str, Tensor], *, is_master: bool) -> LogicalTensors:
     checkpoint = replace(weights.checkpoint, tensors=dict(tensors), replicas=[])
-    found = {}
+    logical = {}
     for name, item in weights.tensors.items():
         sources = sources_of(item.bound) if item.bound else {name}
         if sources <= tensors.keys():
-            found[name] = LogicalTensor(tensors[min(sources)].dtype, item.shape, item.bound)
-    return LogicalTensors(checkpoint, found, are_weights=is_master)
+            logical[name] = LogicalTensor(tensors[min(sources)].dtype, item.shape, item.bound)
+    return LogicalTensors(checkpoint, logical, are_weights=is_master)
 
 
 def carried(checkpoint: Checkpoint, states: Collection[str]) -> Counter[str]:
     """The bytes of states that are not dropped, because they are converted."""
     held = _carried(checkpoint)
-    found = (held[state] for state in held.keys() & set(states))
-    return Counter({OPTIMIZER_STATES: sum(tensor.nbytes for tensors in found for tensor in tensors.values())})
+    converted = (held[state] for state in held.keys() & set(states))
+    return Counter(
+        {OPTIMIZER_STATES: sum(tensor.nbytes for tensors in converted for tensor in tensors.values())}
+    )

@@ -54,8 +54,8 @@ def lacking(checkpoint: Checkpoint, kind: CheckpointKind, options: ConversionOpt
         or (options.base_path and not options.base_path.is_dir())
     ):
         return []  # a base that is no folder is reported as such
-    found = _companions(checkpoint, options, is_adapter=False)
-    if found.has_tokenizer:
+    files = _companions(checkpoint, options, is_adapter=False)
+    if files.has_tokenizer:
         return []
     if options.base_path:
         return [
@@ -65,7 +65,7 @@ def lacking(checkpoint: Checkpoint, kind: CheckpointKind, options: ConversionOpt
                 file=str(options.base_path),
                 rule="the output must load without any other folder",
                 expected="tokenizer.json, tokenizer.model or vocab.json",
-                found="; ".join(found.notes) or None,
+                found="; ".join(files.notes) or None,
                 remedy="copy the files of the tokenizer into the base, or pass --no-tokenizer",
             )
         ]
@@ -76,7 +76,7 @@ def lacking(checkpoint: Checkpoint, kind: CheckpointKind, options: ConversionOpt
             file=str(checkpoint.root),
             rule="the output must load without any other folder",
             expected="tokenizer.json, tokenizer.model or vocab.json",
-            found="; ".join(found.notes) or None,
+            found="; ".join(files.notes) or None,
             remedy="pass the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
         )
     ]
@@ -155,10 +155,10 @@ def _computing_dtype(checkpoint: Checkpoint, request: Request) -> str:
     """The model's dtype in config.json: for a quantized model the dtype of its other weights, in which it computes."""
     if checkpoint.quantization is None and request.quantization is None:
         return request.main_dtype
-    told = request.config.get("dtype") or request.config.get("torch_dtype")
+    declared = request.config.get("dtype") or request.config.get("torch_dtype")
     scales = checkpoint.quantization.beside if checkpoint.quantization else ()
     others = [each for each in request.tensors if castable(each.dtype) and each.name not in scales]
-    return str(told) if told else main_dtype(others or request.tensors)
+    return str(declared) if declared else main_dtype(others or request.tensors)
 
 
 def facts(
@@ -166,7 +166,7 @@ def facts(
 ) -> dict[str, Any]:
     """The facts that `reshard.json` records: what the output was made from, and what it contains."""
     model, sharded = request.model, format.target and format.target.ranks.axes
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "reshard": __version__,
         "source": {
             "format": checkpoint.format,
@@ -183,8 +183,8 @@ def facts(
         "dropped": dict(dropped),
     }
     if request.states:
-        found["optimizer"] = {state: len(planned) for state, planned in request.states.items()}
-    return found
+        record["optimizer"] = {state: len(planned) for state, planned in request.states.items()}
+    return record
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -196,15 +196,15 @@ def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
     digest = sha256()
     names: dict[str, str] = {}
     for name, tensor in sorted(checkpoint.tensors.items()):
-        told = [f"{name} {tensor.dtype.name} {list(tensor.shape)}"]
+        description = [f"{name} {tensor.dtype.name} {list(tensor.shape)}"]
         for piece in tensor.view.pieces:
             for cells in cells_under(piece):
                 storage = cells.storage
                 file = names.get(storage.path) or names.setdefault(
                     storage.path, _below(checkpoint.path, storage.path, names.values())
                 )
-                told.append(f" {file} {storage.offset} {piece.start} {storage.crc32}")
-        digest.update("".join(told).encode())
+                description.append(f" {file} {storage.offset} {piece.start} {storage.crc32}")
+        digest.update("".join(description).encode())
     files = {name: as_path(path).stat().st_size for path, name in sorted(names.items())}
     return {"fingerprint": digest.hexdigest(), "files": files}
 

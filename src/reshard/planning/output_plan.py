@@ -45,7 +45,7 @@ def output_plan(source: PreparedSource) -> Plan:
         facts=facts,
         load_with=writing.load_with(),
         afterwards=[*writing.afterwards()],
-        need=contents.memory.beside(writing.memory),
+        need=contents.memory.plus(writing.memory),
         sources=checkpoint.sources,
         suffix=target.embeds,
         outputs=[*request.tensors, *(state for each in request.states.values() for state in each.values())],

@@ -86,12 +86,12 @@ class _AdaptedModel:
         )
         shapes = {each.name: each.shape for each in live_tensors(hub, live)}
         is_transposed = bool(self.family and self.family.turned_pairs)
-        found = {}
+        turned = {}
         for name, shape in shapes.items():
             down = shapes.get(name.replace("gate_up_proj", "down_proj"))
             if name.endswith(".experts.gate_up_proj") and down:
-                found[name.removesuffix(".gate_up_proj")] = inputs_first(shape, down) and not is_transposed
-        return found
+                turned[name.removesuffix(".gate_up_proj")] = inputs_first(shape, down) and not is_transposed
+        return turned
 
 
 def served(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, int], list[str]]:
@@ -105,12 +105,12 @@ def served(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str,
     base = _base(checkpoint, adapter, request)
     if base.family:
         adapter = adapter.renamed(base.family.plain_name)
-    found = changes(adapter, base.weights, turned=bool(base.family and base.family.turned_pairs))
-    problems = [*found.problems, *engine.problems(engine, adapter, found, _type(base))]
+    adapted = changes(adapter, base.weights, turned=bool(base.family and base.family.turned_pairs))
+    problems = [*adapted.problems, *engine.problems(engine, adapter, adapted, _type(base))]
     problems += resized(engine, adapter, base.weights) if engine.name != PEFT else []
     if problems:
         raise ReshardError(one_for_all(problems, [*adapter.pairs, *adapter.whole], str(checkpoint.path)))
-    written = _ServedChanges(engine, base, completed(engine, found.linears, base.weights), found)
+    written = _ServedChanges(engine, base, completed(engine, adapted.linears, base.weights), adapted)
     written.check()
     types = OutputTypes(options.dtype)
     others = _others(adapter, base) if engine.name == PEFT else []
@@ -131,14 +131,14 @@ def served(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str,
 def _base(checkpoint: Checkpoint, adapter: Adapter, request: Request) -> _AdaptedModel:
     options = request.options
     rule = "the base tells how an engine names the modules, and which of them are experts"
-    folder, told = base_folder(checkpoint, adapter, options, rule)
+    folder, notes = base_folder(checkpoint, adapter, options, rule)
     base = plain_base(folder, checkpoint, options) if folder else None
     weights, config = (hub_weights(base, options)[::2]) if base else (adapter.base, None)
     config = config or config_of(base or checkpoint) or {}
     family = declared(options.family or config.get("model_type"))
     if family:
         weights = {family.plain_name(name): tensor for name, tensor in weights.items()}
-    return _AdaptedModel(weights, config, family, told)
+    return _AdaptedModel(weights, config, family, notes)
 
 
 def _type(base: _AdaptedModel) -> str:
@@ -184,12 +184,12 @@ class _ServedChanges:
 
     def _stack(self, experts: ExpertChanges, module: str, *, turned: bool) -> None:
         try:
-            found = dict(stacked(experts, same_bytes, both=self._engine.name != PEFT, turned=turned))
+            pairs = dict(stacked(experts, same_bytes, both=self._engine.name != PEFT, turned=turned))
         except ValueError:
             self.uneven.append(experts.module)
             return
-        for role, change in found.items():
-            inner = INNER if role == GATE_UP and DOWN in found else ""
+        for role, change in pairs.items():
+            inner = INNER if role == GATE_UP and DOWN in pairs else ""
             self.modules[module + inner] = change
             self.parameters[module + inner] = f"{module}.{role}_proj"
         self._count = experts.count
@@ -249,10 +249,10 @@ class _ServedChanges:
         experts = {m for m in linears if ".experts." in m}
         others: dict[str, LowRankPair] = {m: pair for m, pair in linears.items() if m not in experts}
         leaves = {each.rpartition(".")[2] for each in experts}
-        found = {self._engine.targets.get(leaf, leaf) for leaf in leaves}
+        targets = {self._engine.targets.get(leaf, leaf) for leaf in leaves}
         if others:
-            found |= {*target_modules(replace(adapter, pairs=others))}
-        return sorted(found)
+            targets |= {*target_modules(replace(adapter, pairs=others))}
+        return sorted(targets)
 
 
 def _ends(parameters: Iterable[str]) -> list[str]:

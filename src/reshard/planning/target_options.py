@@ -102,9 +102,9 @@ def _ranks(source: ConversionSource, target: Target) -> Iterator[Problem]:
 def _flags(layout: Layout, without: tuple[str, ...]) -> str:
     """The flags of a layout, except those of some axes."""
     sizes = layout.as_dict() | {"etp": layout.etp if layout.etp != layout.tp else 1}
-    words = [f"--{axis} {size}" for axis, size in sizes.items() if size != 1 and axis not in without]
+    flags = [f"--{axis} {size}" for axis, size in sizes.items() if size != 1 and axis not in without]
     stages = f"--stages {','.join(map(str, layout.stages))}"
-    return " ".join([*words, *([stages] if layout.stages and "pp" not in without else [])])
+    return " ".join([*flags, *([stages] if layout.stages and "pp" not in without else [])])
 
 
 def _divided(target: Target) -> str:

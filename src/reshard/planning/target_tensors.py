@@ -109,11 +109,11 @@ _BACK_ROUNDED = "; --dtype {before} converts them back, bit for bit, but rounds 
 def _recast(format: str, before: DType, after: DType, number: int, back: str, wide: int) -> str:
     which = f"{number:,} tensor{'' if number == 1 else 's'} in {before}"
     if before.itemsize > after.itemsize:
-        told = f"rounded; --to huggingface keeps {before}"
+        change = f"rounded; --to huggingface keeps {before}"
     else:
         restored = back.format(before=before, after=after, wide=f"{wide:,}")
-        told = f"widened, which changes no value{restored}"
-    return f"{format} stores weights in {after} only: {which} {'is' if number == 1 else 'are'} {told}"
+        change = f"widened, which changes no value{restored}"
+    return f"{format} stores weights in {after} only: {which} {'is' if number == 1 else 'are'} {change}"
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class TargetNames:
     def dropped(self, logical: LogicalTensors) -> Counter[str]:
         """The bytes of tensors that have no place, by rule. Second copies of others are no bytes of their own."""
         copies = {replica.tensor for replica in logical.replicas}
-        found: Counter[str] = Counter()
+        nbytes: Counter[str] = Counter()
         computed: dict[int, tuple[str, Computed]] = {}
         for name, rule in self.left.items():
             tensor = logical.tensors[name]
@@ -138,10 +138,10 @@ class TargetNames:
                 sources = [piece.source for piece in logical.view(name).pieces]
                 those = {id(each): (rule, each) for each in sources if isinstance(each, Computed)}
                 computed.update(those)
-                found[rule] += 0 if those else tensor.nbytes
+                nbytes[rule] += 0 if those else tensor.nbytes
         for rule, source in computed.values():  # of a quantized weight, what is stored
-            found[rule] += sum(tensor.nbytes for tensor in source.inputs)
-        return found
+            nbytes[rule] += sum(tensor.nbytes for tensor in source.inputs)
+        return nbytes
 
     def tensors(
         self, logical: LogicalTensors, types: OutputTypes, typed: Typed | None = None
@@ -231,7 +231,7 @@ def native_tensors(
     usual = Counter(item.dtype for item in logical.tensors.values()).most_common(1)[0][0]
     for name, bound in natives.items():
         sources = sources_of(bound)
-        found = {logical.tensors[source].dtype for source in sources}
+        stored_dtypes = {logical.tensors[source].dtype for source in sources}
         wanted = {types.of(source, logical.tensors[source].dtype) for source in sources}
         wanted = wanted or {types.of(name, usual)}  # it is all zeros
         wanted = {typed(name, bound.shape)} if typed else wanted
@@ -242,12 +242,12 @@ def native_tensors(
                     "tensors that are fused into one have different dtypes",
                     tensor=", ".join(sorted(sources)),
                     rule=f"{name} has one dtype",
-                    found=", ".join(sorted(map(str, found))),
+                    found=", ".join(sorted(map(str, stored_dtypes))),
                     remedy="choose one for all: --dtype bfloat16",
                 )
             )
             continue
-        stored = found.pop() if len(found) == 1 else usual
+        stored = stored_dtypes.pop() if len(stored_dtypes) == 1 else usual
         if not (types.wanted or typed):
             logical.keep_exact(name, bound, stored)
         yield Planned(name, wanted.pop(), bound.shape, partial(logical.native_view, name, bound, stored))

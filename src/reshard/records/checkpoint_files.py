@@ -32,21 +32,21 @@ def foreign_in(folder: Path) -> list[str]:
     """
     folder = folder.resolve()
     if isinstance(folder, StorePath):
-        there = (path for path in folder.rglob("*") if path.is_file())
-        return foreign_among([path.relative_to(folder).as_posix() for path in there], folder)
+        stored = (path for path in folder.rglob("*") if path.is_file())
+        return foreign_among([path.relative_to(folder).as_posix() for path in stored], folder)
     own, patterns = _own(folder)
     kept = {parent for name in own for parent in name.parents}
-    found = []
+    foreign = []
     for place, folders, files in os.walk(folder):
         here = PurePosixPath(Path(place).relative_to(folder).as_posix())
         links = [name for name in folders if Path(place, name).is_symlink()]
         for name in (*files, *links):
             if here / name not in own and not any(fnmatchcase(name, pattern) for pattern in patterns):
-                found.append(str(here / name))
+                foreign.append(str(here / name))
         inside = {name: here / name for name in folders if name not in links and here / name != _DOWNLOADED}
         folders[:] = [name for name, path in inside.items() if path in kept or path in _DOWNLOADED.parents]
-        found += [f"{path}/" for name, path in inside.items() if name not in folders]
-    return sorted(found)
+        foreign += [f"{path}/" for name, path in inside.items() if name not in folders]
+    return sorted(foreign)
 
 
 def is_checkpoint(file: Path) -> bool:
@@ -98,8 +98,8 @@ def _of_the_checkpoint(folder: Path) -> tuple[set[PurePosixPath], tuple[str, ...
         checkpoint = open_checkpoint(folder)
         read = map(Path, checkpoint.sources.paths)
         beside = find_companions(checkpoint.sources, folder, checkpoint.root)
-        found = [*read, *beside.files.values(), folder / RECORD]
+        paths = [*read, *beside.files.values(), folder / RECORD]
     except (ReshardError, OSError):
         return set(), ()
-    below = (path.relative_to(folder) for path in found if path.is_relative_to(folder))
+    below = (path.relative_to(folder) for path in paths if path.is_relative_to(folder))
     return {PurePosixPath(path.as_posix()) for path in below}, FORMATS[checkpoint.format].parts

@@ -82,11 +82,13 @@ def write_record(
 def is_written(folder: Path, plan: Plan, digest: str) -> bool:
     """Whether a folder has the files of a plan, with their sizes, and a record with the plan's `digest`."""
     try:
-        told = read_object(folder / RECORD, Sources()).get("plan")
+        recorded = read_object(folder / RECORD, Sources()).get("plan")
         sizes = {file.path: (folder / file.path).stat().st_size for file in plan.files if file.path != RECORD}
     except (OSError, ReshardError):
         return False
-    return told == digest and sizes == {file.path: file.size for file in plan.files if file.path != RECORD}
+    return recorded == digest and sizes == {
+        file.path: file.size for file in plan.files if file.path != RECORD
+    }
 
 
 def read_back(folder: Path, digests: Mapping[str, str], workers: int) -> None:
@@ -165,7 +167,7 @@ def check_record(
 ) -> Integrity:
     """Compare the files of a folder with its own `reshard.json`. Raises ReshardError if that has no digests."""
     files = read_record(folder)[FILES_KEY]
-    written = {name: (told["bytes"], told["digest"]) for name, told in files.items()}
+    written = {name: (entry["bytes"], entry["digest"]) for name, entry in files.items()}
     foreign = [name for name in foreign_in(folder) if not stays(name)]
     faults = [FileFault(name, "is not part of the output") for name in foreign]
     if not _is_own(Sources().read(folder / RECORD)):
@@ -175,8 +177,8 @@ def check_record(
         path = folder / name
         if not path.is_file():
             faults.append(FileFault(name, "is missing"))
-        elif (found := path.stat().st_size) != length:
-            faults.append(FileFault(name, f"has {found:,} bytes and not {length:,}"))
+        elif (actual := path.stat().st_size) != length:
+            faults.append(FileFault(name, f"has {actual:,} bytes and not {length:,}"))
         else:
             whole.append(name)
     nbytes = sum(written[name][0] for name in whole)
@@ -229,8 +231,8 @@ def read_record(folder: Path) -> dict[str, Any]:
             "into a folder",
         )
     path = folder / RECORD
-    found = read_object(path, Sources()) if path.is_file() else {}
-    files = found.get(FILES_KEY)
+    record = read_object(path, Sources()) if path.is_file() else {}
+    files = record.get(FILES_KEY)
     if not isinstance(files, dict) or not files or not all(map(_is_file, files.items())):
         raise ReshardError(
             "digest-record-missing",
@@ -239,21 +241,21 @@ def read_record(folder: Path) -> dict[str, Any]:
             expected=f"{RECORD}, as `reshard convert` writes it",
             remedy="compare the weights (reshard verify SRC DST, the output last), or convert again",
         )
-    if found.get("digest") != DIGEST_NAME:
+    if record.get("digest") != DIGEST_NAME:
         raise ReshardError(
             "digest-kind-unknown",
             "unknown kind of digest",
             file=str(path),
             expected=DIGEST_NAME,
-            found=f"{found.get('digest')}, written by reshard {found.get('reshard')}",
+            found=f"{record.get('digest')}, written by reshard {record.get('reshard')}",
             remedy="check the folder with the version of reshard that wrote it, or with a newer one",
         )
-    return found
+    return record
 
 
 def read_unmodified(folder: Path) -> dict[str, Any]:
     """The same. Raises ReshardError also if the record was modified after it was written."""
-    found = read_record(folder)
+    record = read_record(folder)
     if not _is_own(Sources().read(folder / RECORD)):
         raise ReshardError(
             "record-modified",
@@ -262,7 +264,7 @@ def read_unmodified(folder: Path) -> dict[str, Any]:
             rule="a proof needs the options and sources of the conversion, as they were written",
             remedy="put the original back, compare the weights (reshard verify SRC DST), or convert again",
         )
-    return found
+    return record
 
 
 def options_of(record: Mapping[str, Any], folder: Path) -> ConversionOptions:
@@ -281,8 +283,8 @@ def options_of(record: Mapping[str, Any], folder: Path) -> ConversionOptions:
 
 
 def _is_file(item: tuple[str, Any]) -> bool:
-    name, told = item
-    kinds = isinstance(told, dict) and (type(told.get("bytes")), type(told.get("digest"))) == (int, str)
+    name, entry = item
+    kinds = isinstance(entry, dict) and (type(entry.get("bytes")), type(entry.get("digest"))) == (int, str)
     return kinds and not _leaves(name)
 
 

@@ -102,9 +102,9 @@ class Comparer:
             if np.array_equal(a, b):
                 continue
             unequal = _unequal(a, b, first.dtype) if any_nan else a != b
-            if found := int(unequal.sum()):
+            if count := int(unequal.sum()):
                 at = at if elements else begin + int(unequal.argmax())
-                elements += found
+                elements += count
                 largest = max(largest, _gap(a[unequal], b[unequal], first.dtype), key=_nan_last)
         return ElementDifference(elements, largest, at) if elements else None
 
@@ -126,8 +126,8 @@ class Comparer:
             if measure:
                 measure.add(left, right, common)
             unequal = _unequal(left, right, common)
-            if found := int(unequal.sum()):
-                elements += found
+            if count := int(unequal.sum()):
+                elements += count
                 largest = max(largest, _gap(left[unequal], right[unequal], common), key=_nan_last)
                 fits_second = fits_second and _rounds(a, b, *kinds)
                 fits_first = fits_first and _rounds(b, a, *reversed(kinds))

@@ -23,18 +23,18 @@ def target_problems(
     that is not empty must be kept. Otherwise it lists files that do not belong to the one checkpoint that may be
     replaced. If the output is a `single` file, the same applies to a file.
     """
-    there = Path(os.path.realpath(target))  # for circular links, resolve() raises RuntimeError
-    inside = [path for path in sources if _lies_in(path, there)] if there.exists() else []
+    real = Path(os.path.realpath(target))  # for circular links, resolve() raises RuntimeError
+    inside = [path for path in sources if _lies_in(path, real)] if real.exists() else []
     if inside:
         return [_holds_sources(sources[0], inside, target)]
-    if there.is_dir() and any(there.iterdir()):
+    if real.is_dir() and any(real.iterdir()):
         if foreign is None:
             return [_not_empty(target, [path.name for path in target.iterdir()])]
         if foreign:
             return [_holds_more(target, foreign)]
-        if _real(sources[0]) in there.parents and not (there / "reshard.json").is_file():
+        if _real(sources[0]) in real.parents and not (real / "reshard.json").is_file():
             return [_part_of_the_source(sources[0], target)]
-    if there.is_symlink():  # still a link after all links were followed
+    if real.is_symlink():  # still a link after all links were followed
         return [
             Problem(
                 "destination-links-to-itself",
@@ -43,11 +43,11 @@ def target_problems(
                 remedy="choose a folder",
             )
         ]
-    if single and there.is_file():
+    if single and real.is_file():
         if foreign is None:
             return [_exists(target)]
         return [_holds_more(target, foreign)] if foreign else []
-    if there.exists() and not there.is_dir():
+    if real.exists() and not real.is_dir():
         return [
             Problem(
                 "destination-is-a-file",
@@ -56,7 +56,7 @@ def target_problems(
                 remedy="choose a folder",
             )
         ]
-    if there.is_mount():
+    if real.is_mount():
         remedy = f"choose a folder in it: {target / sources[0].name}"
         return [
             Problem(
@@ -67,7 +67,7 @@ def target_problems(
                 remedy=remedy,
             )
         ]
-    return _unwritable(_above(there))
+    return _unwritable(_above(real))
 
 
 def bucket_problems(

@@ -134,9 +134,9 @@ class FileDigest:
                 for cell, (content, parts) in self._parts.items()
                 for begin, end in parts
             }
-        return PartDigests(list(self._told(cells)), ranges)
+        return PartDigests(list(self._cell_digests(cells)), ranges)
 
-    def _told(self, cells: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+    def _cell_digests(self, cells: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         """The digests of cells: those of adjacent ones together, with the number of the first."""
         for first, last in runs(cells):
             yield first, bytes(self._digests[first * DIGEST_BYTES : last * DIGEST_BYTES])
@@ -144,10 +144,10 @@ class FileDigest:
     def seen(self) -> SeenCells:
         """Everything added so far, to be merged into a digest of the same file elsewhere."""
         count = len(self._digests) // DIGEST_BYTES
-        found = SeenCells(list(self._told(set(range(count)) - self._missing)))
+        seen = SeenCells(list(self._cell_digests(set(range(count)) - self._missing)))
         for cell, (content, ranges) in self._parts.items():
-            found.rests += [(cell * CELL_BYTES + begin, bytes(content[begin:end])) for begin, end in ranges]
-        return found
+            seen.rests += [(cell * CELL_BYTES + begin, bytes(content[begin:end])) for begin, end in ranges]
+        return seen
 
     def merge(self, seen: SeenCells) -> None:
         """Merge what was added elsewhere, once."""
@@ -178,12 +178,12 @@ def matches(content: bytes, digest: bytes, changes: Iterable[tuple[int, bytes]] 
 
 def changed(content: bytes, changes: Iterable[tuple[int, bytes]]) -> bytes:
     """`content` with other bytes at some offsets, which may be partly outside of it."""
-    found = bytearray(content)
+    result = bytearray(content)
     for at, data in changes:
-        first, last = max(at, 0), min(at + len(data), len(found))
+        first, last = max(at, 0), min(at + len(data), len(result))
         if first < last:
-            found[first:last] = data[first - at : last - at]
-    return bytes(found)
+            result[first:last] = data[first - at : last - at]
+    return bytes(result)
 
 
 def _covered(ranges: Iterable[tuple[int, int]]) -> int:
@@ -217,9 +217,9 @@ def digest_of(
         _leave_cache(path)
     with open_file(path) as file:
         size = file.size
-        digest, room = FileDigest(size), memoryview(bytearray(min(READ_BYTES, size)))
+        digest, buffer = FileDigest(size), memoryview(bytearray(min(READ_BYTES, size)))
         for offset in range(0, size, READ_BYTES):
-            part = room[: min(READ_BYTES, size - offset)]
+            part = buffer[: min(READ_BYTES, size - offset)]
             if is_stopped() or file.fill([(offset, part)]) is not None:
                 return UNKNOWN_DIGEST
             digest.add(part, offset)

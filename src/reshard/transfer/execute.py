@@ -177,7 +177,7 @@ class _WriterThread:
         for begin, end in batch.windows(limit, begun.end if begun else batch.begin):
             if stopped.is_set():
                 return False
-            raw = self.buffer.room(end - begin, begin)
+            raw = self.buffer.array(end - begin, begin)
             batch.fill(raw, begin, streams, self.gatherer)
             while unsigned and unsigned[0].end <= end:
                 stream = unsigned.popleft()

@@ -49,7 +49,7 @@ class Gatherer:
         self._ledger = ledger
         self._windows = windows
         self._limit = limit
-        self._room = np.empty(0, np.uint8)
+        self._scratch = np.empty(0, np.uint8)
 
     def fill(
         self, pieces: tuple[Piece, ...], dtype: DType, out: np.ndarray[Any, Any], limit: int | None = None
@@ -81,14 +81,14 @@ class Gatherer:
         # Half of the limit is for the inputs, unless either half needs more; so all of `least` fits.
         few = source.room(source.few)
         most = max(few, min(limit // 2, limit - (source.least - few)))
-        room = source.room_of_runs(*repeats[0][:2], length) if is_runs else source.room(count)
+        memory = source.room_of_runs(*repeats[0][:2], length) if is_runs else source.room(count)
         if source.dtype != dtype:
-            room += packed.numel * CAST_BYTES_EACH
-        if packed.numel > source.few and room > most:
+            memory += packed.numel * CAST_BYTES_EACH
+        if packed.numel > source.few and memory > most:
             for part in _halves(piece):
                 self._compute(source, part, dtype, out, limit)
             return
-        read = _GathererInputs(self, limit - min(room, most))
+        read = _GathererInputs(self, limit - min(memory, most))
         if is_runs:
             ((count, step, _),) = repeats
             span = source.runs(piece.start, count, step, length, read)
@@ -110,17 +110,17 @@ class Gatherer:
             for part in _halves(piece):
                 self._place(cells, part, dtype, out, limit)
             return
-        room = self._room_of(packed.source_end * size).view(RAW_DTYPES[size])
+        picked = self._scratch_of(packed.source_end * size).view(RAW_DTYPES[size])
         has_gaps = bool(repeats) or packed.source_end > packed.numel
         windows = self._windows if has_gaps and is_remote(cells.storage.path) else None
-        self._read(cells, _starts(piece.start, 0, repeats), length, room, windows)
-        self._pick(room, cells.dtype, packed, dtype, out)
+        self._read(cells, _starts(piece.start, 0, repeats), length, picked, windows)
+        self._pick(picked, cells.dtype, packed, dtype, out)
 
-    def _room_of(self, nbytes: int) -> np.ndarray[Any, Any]:
+    def _scratch_of(self, nbytes: int) -> np.ndarray[Any, Any]:
         """A buffer of `nbytes` bytes, which the next call reuses."""
-        if self._room.nbytes < nbytes:
-            self._room = np.empty(nbytes, np.uint8)
-        return self._room[:nbytes]
+        if self._scratch.nbytes < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        return self._scratch[:nbytes]
 
     def cast(self, values: np.ndarray[Any, Any], source: DType, target: DType) -> np.ndarray[Any, Any]:
         """Raw elements of one float type as another; the finite values that become Inf are kept for `take_lost`."""

@@ -72,8 +72,8 @@ class OutputIdentity(NamedTuple):
 
     def differs(self, other: OutputIdentity) -> str:
         """How this identity differs from `other`."""
-        words = {"version": "other code", "sources": "other files", "options": "other options or sizes"}
-        return ", ".join(words[name] for name in words if getattr(self, name) != getattr(other, name))
+        causes = {"version": "other code", "sources": "other files", "options": "other options or sizes"}
+        return ", ".join(causes[name] for name in causes if getattr(self, name) != getattr(other, name))
 
 
 @dataclass

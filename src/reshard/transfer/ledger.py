@@ -144,12 +144,12 @@ def _combined(ranges: Iterable[Range]) -> int:
 
 def join(passed: Passed, more: Mapping[str, ByteRanges | Iterable[Range] | None]) -> None:
     """Merge ranges of files into `passed`. None marks lost ranges."""
-    for path, found in more.items():
+    for path, new in more.items():
         ranges = passed.setdefault(path, ByteRanges())
-        if found is None or (isinstance(found, ByteRanges) and found.lost):
+        if new is None or (isinstance(new, ByteRanges) and new.lost):
             ranges.lose()
             continue
-        for each in found:
+        for each in new:
             ranges.add(*each)
 
 
@@ -184,19 +184,19 @@ class Ledger:
                 self._touched.add(storage)
             ranges = self.passed.setdefault(storage.path, ByteRanges())
             gaps = [] if ranges.lost else [[*ranges.gaps(at, at + len(data))] for at, data in places]
-        found = []
+        summed = []
         for (at, data), unread in zip(places, gaps, strict=False):
             for gap in unread:
                 cells = _cells(*gap, self._apart) if self._apart < NEVER else [gap]
-                found += [(first, last, crc32(data[first - at : last - at])) for first, last in cells]
+                summed += [(first, last, crc32(data[first - at : last - at])) for first, last in cells]
         with self._lock:  # another thread may have noted the same ranges meanwhile
-            return self._add(storage.path, found)
+            return self._add(storage.path, summed)
 
-    def _add(self, path: str, found: Iterable[Range]) -> Passed:
+    def _add(self, path: str, summed: Iterable[Range]) -> Passed:
         """Add ranges to those of a file, or lose some. Returns what is new, and what is lost."""
         ranges = self.passed.setdefault(path, ByteRanges())
         before = len(ranges)
-        new = {path: ByteRanges(each for each in found if ranges.add(*each, self._apart))}
+        new = {path: ByteRanges(each for each in summed if ranges.add(*each, self._apart))}
         self._count += len(ranges) - before
         while self._count > self._most:
             largest = max(self.passed, key=lambda each: len(self.passed[each]))
@@ -214,13 +214,13 @@ class Ledger:
         """
         new: Passed = {}
         with closing(OpenFiles()) as files:
-            for path, found in more.items():
+            for path, elsewhere in more.items():
                 ranges = self.passed.setdefault(path, ByteRanges())
-                if found.lost:
+                if elsewhere.lost:
                     self._count -= len(ranges)
                     ranges.lose()
                     new[path] = ByteRanges(None)
-                for begin, end, value in found:
+                for begin, end, value in elsewhere:
                     if list(ranges.gaps(begin, end)) == [(begin, end)]:
                         join(new, self._add(path, [(begin, end, value)]))
                     else:
@@ -281,7 +281,7 @@ class Ledger:
 
 def _batches(gaps: Iterable[tuple[int, int]], size: int) -> Iterator[list[tuple[int, memoryview]]]:
     """Reads that fill gaps, in batches of `size` bytes: a remote store is asked for many gaps at once."""
-    room, used = memoryview(bytearray(size)), 0
+    buffer, used = memoryview(bytearray(size)), 0
     batch: list[tuple[int, memoryview]] = []
     for first, last in gaps:
         for start in range(first, last, size):
@@ -289,7 +289,7 @@ def _batches(gaps: Iterable[tuple[int, int]], size: int) -> Iterator[list[tuple[
             if used + count > size:
                 yield batch
                 batch, used = [], 0
-            batch.append((start, room[used : used + count]))
+            batch.append((start, buffer[used : used + count]))
             used += count
     if batch:
         yield batch

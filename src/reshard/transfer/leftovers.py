@@ -87,13 +87,13 @@ def set_aside(target: Path) -> list[SetAside]:
     """The old folders next to a destination, the latest first."""
     target = Path(os.path.realpath(target))
     live, place = is_locked(target), shlex.quote(str(target))
-    found = []
+    folders = []
     for folder in move_aside(target):
         name = shlex.quote(str(folder))
         away = f"mv {place} {shlex.quote(f'{target}.new')} && " if target.exists() else ""
         commands = ("", "") if live else (f"{away}mv {name} {place}", f"rm -r {name}")
-        found.append(SetAside(folder, *commands))
-    return found
+        folders.append(SetAside(folder, *commands))
+    return folders
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Unfinished:
 def unfinished(target: Path) -> list[Unfinished]:
     """The unfinished conversions next to a destination."""
     target = Path(os.path.realpath(target))
-    found = []
+    runs = []
     live = is_locked(target)
     for folder in partials(target):
         try:
@@ -136,7 +136,7 @@ def unfinished(target: Path) -> list[Unfinished]:
         facts = journal.facts if journal else {}
         total = facts.get("bytes")
         with suppress(FileNotFoundError):  # it is being removed right now
-            found.append(
+            runs.append(
                 Unfinished(
                     folder,
                     journal.nbytes if journal else None,
@@ -146,7 +146,7 @@ def unfinished(target: Path) -> list[Unfinished]:
                     live,
                 )
             )
-    return found
+    return runs
 
 
 def continuing_facts(command: str, nbytes: int) -> dict[str, Any]:

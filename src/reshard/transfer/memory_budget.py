@@ -69,7 +69,7 @@ class MemoryNeed(NamedTuple):
             if isinstance(piece.source, Computed)
         )
 
-    def beside(self, other: MemoryNeed) -> MemoryNeed:
+    def plus(self, other: MemoryNeed) -> MemoryNeed:
         """What both need at the same time."""
         return MemoryNeed(self.nbytes + other.nbytes, other.tensor or self.tensor)
 
@@ -221,8 +221,8 @@ def resident() -> tuple[int, int]:
     """Resident bytes of the process now, and their peak. If the system reports only the peak, it is both."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-        found = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS", "VmHWM")))
-        return int(found["VmRSS"].split()[0]) << 10, int(found["VmHWM"].split()[0]) << 10
+        sizes = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS", "VmHWM")))
+        return int(sizes["VmRSS"].split()[0]) << 10, int(sizes["VmHWM"].split()[0]) << 10
     except (OSError, KeyError, ValueError):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak = peak if sys.platform == "darwin" else peak << 10

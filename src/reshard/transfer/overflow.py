@@ -71,9 +71,9 @@ def _remedy(largest: float) -> str:
     return f"pass {' or '.join(wider)}, or leave out --dtype to keep that of the source"
 
 
-def total(found: Iterable[tuple[str, Overflow]]) -> dict[str, Overflow]:
+def total(overflows: Iterable[tuple[str, Overflow]]) -> dict[str, Overflow]:
     """Overflows by tensor, of which each block has its own."""
     totals: dict[str, Overflow] = {}
-    for name, overflow in found:
+    for name, overflow in overflows:
         totals[name] = overflow.joined(totals.get(name))
     return totals

@@ -59,9 +59,9 @@ class TensorUses:
         )
 
 
-def _add(found: dict[T, Multiset], more: Mapping[T, Multiset]) -> None:
+def _add(uses: dict[T, Multiset], more: Mapping[T, Multiset]) -> None:
     for source, used in more.items():
-        found[source] = found.get(source, Multiset()).plus(used)
+        uses[source] = uses.get(source, Multiset()).plus(used)
 
 
 def stored_pieces(view: View) -> Iterator[tuple[Cells, Piece]]:
@@ -78,10 +78,10 @@ def bytes_of(cells: Cells, piece: Piece) -> Multiset:
 
 def storages_of(view: View) -> dict[Storage, Multiset]:
     """The bytes of each storage that a view uses."""
-    found: dict[Storage, Multiset] = {}
+    storages: dict[Storage, Multiset] = {}
     for cells, piece in stored_pieces(view):
-        _add(found, {cells.storage: bytes_of(cells, piece)})
-    return found
+        _add(storages, {cells.storage: bytes_of(cells, piece)})
+    return storages
 
 
 def key_of(source: Computed) -> Hashable:
@@ -193,17 +193,17 @@ class PlanUsage:
             self.faults.append(UsageFault(name, f"the plan writes {what} of a block in {path}"))
 
     def _uses(self, view: View) -> TensorUses:
-        found = TensorUses(storages_of(view))
+        uses = TensorUses(storages_of(view))
         for piece in view.pieces:
             if isinstance(piece.source, Computed):
                 source = piece.source
                 key = self._number(source)
                 used = Multiset.of(piece.start, ((n, step) for n, step, _ in piece.axes))
-                found.computed[key] = found.computed.get(key, Multiset()).plus(used)
+                uses.computed[key] = uses.computed.get(key, Multiset()).plus(used)
                 self._ends[key] = max(self._ends[key], piece.source_end)
             elif isinstance(piece.source, Cells) and not piece.source.storage.path:
-                found.zeros += piece.numel
-        return found
+                uses.zeros += piece.numel
+        return uses
 
     def _number(self, source: Computed) -> int:
         """The number of a computed source, the same for equal sources; records what a new one reads."""

@@ -70,8 +70,8 @@ class _PendingTensor:
         """Its name and elements, once all are read. Raises ReshardError."""
         lost: Overflow | None = None
         for part in self._parts:
-            found = part.result()
-            lost = found.joined(lost) if found else lost
+            overflow = part.result()
+            lost = overflow.joined(lost) if overflow else lost
         if lost:
             raise ReshardError(overflow_problem(self._name, lost))
         return self._name, self._out.reshape(self._tensor.shape)
@@ -126,13 +126,13 @@ class _ReaderThreads:
         return lost.of(count_nonfinite(out[begin:end], tensor.dtype)) if lost.found else None
 
     def _gatherer(self) -> Gatherer:
-        found: Gatherer | None = getattr(self._own, "gatherer", None)
-        if found is None:
+        gatherer: Gatherer | None = getattr(self._own, "gatherer", None)
+        if gatherer is None:
             files = OpenFiles()
             with self._lock:
                 self._files.append(files)
-            found = self._own.gatherer = Gatherer(files, self._ledger, self._share.gathering)
-        return found
+            gatherer = self._own.gatherer = Gatherer(files, self._ledger, self._share.gathering)
+        return gatherer
 
     def __enter__(self) -> _ReaderThreads:
         return self

@@ -31,19 +31,19 @@ has while it is aside, and this folder itself."""
 
 def partials(target: Path) -> list[Path]:
     """The folders of runs next to a destination."""
-    return _beside(target, "partial")
+    return _siblings(target, "partial")
 
 
 def move_aside(target: Path) -> list[Path]:
     """Old folders that were moved aside and not put back, the latest first."""
-    return sorted(_beside(target, "replaced"), key=lambda path: path.lstat().st_ctime, reverse=True)
+    return sorted(_siblings(target, "replaced"), key=lambda path: path.lstat().st_ctime, reverse=True)
 
 
-def _beside(target: Path, kind: str) -> list[Path]:
+def _siblings(target: Path, kind: str) -> list[Path]:
     target = Path(os.path.realpath(target))
     name = re.compile(re.escape(f".{target.name}.{kind}-") + "[0-9a-f]{8}")
-    found = target.parent.glob(f".{glob.escape(target.name)}.{kind}-*")
-    return [path for path in found if name.fullmatch(path.name) and (path.is_dir() or kind == "replaced")]
+    siblings = target.parent.glob(f".{glob.escape(target.name)}.{kind}-*")
+    return [path for path in siblings if name.fullmatch(path.name) and (path.is_dir() or kind == "replaced")]
 
 
 @contextmanager

@@ -64,7 +64,7 @@ class RunTotals:
 
     def overflows(self) -> dict[str, Overflow]:
         """The finite values that a cast made infinite, by tensor."""
-        blocks = (each for found in self.overflowed.values() for each in found.items())
+        blocks = (each for of_file in self.overflowed.values() for each in of_file.items())
         return total((name, overflow) for (name, _), overflow in blocks)
 
     def problems(self, *, strict: bool) -> list[Problem]:

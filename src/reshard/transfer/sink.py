@@ -120,7 +120,7 @@ class PageBuffer:
     def __init__(self, nbytes: int) -> None:
         self._memory = _pages(nbytes + PAGE_BYTES)
 
-    def room(self, nbytes: int, offset: int) -> np.ndarray[Any, Any]:
+    def array(self, nbytes: int, offset: int) -> np.ndarray[Any, Any]:
         """`nbytes` bytes for data to be written at byte `offset`; their previous content is lost."""
         skew = offset % PAGE_BYTES
         if skew + nbytes > self._memory.nbytes:

@@ -152,14 +152,14 @@ class Sources:
         """
         first = self.named[0].absolute() if self.named else None
         homes = (first, contents_of(first), arrays_of(first)) if first else ()
-        found = []
+        entries = []
         for path, note in self._notes.items():
             full = as_path(path).absolute()
             home = next((home for home in homes if home in full.parents), full.parent)
-            shown = full.relative_to(home).as_posix()
+            relative = full.relative_to(home).as_posix()
             read = {} if passed is None else _as_read(note, passed.get(path, ByteRanges()))
-            found.append({"path": shown, **note.stamp.as_dict(), **read})
-        return sorted(found, key=lambda each: str(each["path"]))
+            entries.append({"path": relative, **note.stamp.as_dict(), **read})
+        return sorted(entries, key=lambda each: str(each["path"]))
 
     def digest(self, *, inodes: bool = True) -> str:
         """A digest of the state in which all files were opened, with or without their `inodes`."""
@@ -216,11 +216,11 @@ class Sources:
                 file=path,
                 rule="the source must not change during the run",
                 expected=str(note.stamp),
-                found=found,
+                found=state,
                 remedy="wait until nothing writes to the source any more, then run the same command again",
             )
             for path, note in self._notes.items()
-            if (found := self._otherwise(path, note, passed))
+            if (state := self._otherwise(path, note, passed))
         ]
 
     def _otherwise(self, path: str, note: _FileRecord, passed: Passed | None) -> str | None:
@@ -289,8 +289,8 @@ def _as_read(note: _FileRecord, ranges: ByteRanges) -> dict[str, Any]:
         ranges = ByteRanges([(0, size, note.crc32)])
     if ranges.lost:
         return {}
-    found: dict[str, Any] = {"read": ranges.nbytes, "crc32": f"{ranges.checksum():08x}"}
-    return found if ranges.nbytes == size else {**found, "ranges": [[begin, end] for begin, end, _ in ranges]}
+    entry: dict[str, Any] = {"read": ranges.nbytes, "crc32": f"{ranges.checksum():08x}"}
+    return entry if ranges.nbytes == size else {**entry, "ranges": [[begin, end] for begin, end, _ in ranges]}
 
 
 def _has(file: OpenFile, ranges: ByteRanges) -> bool:
@@ -298,10 +298,10 @@ def _has(file: OpenFile, ranges: ByteRanges) -> bool:
     if ranges.lost:
         return False
     for begin, end, expected in ranges:
-        found = 0
+        checksum = 0
         for at in range(begin, end, WINDOW_BYTES):
-            found = crc32(file.read(at, min(WINDOW_BYTES, end - at)), found)
-        if found != expected:
+            checksum = crc32(file.read(at, min(WINDOW_BYTES, end - at)), checksum)
+        if checksum != expected:
             return False
     return True
 

@@ -63,7 +63,7 @@ def staged(
             _files(staging / OUTPUT) - sizes.keys()
         ):  # kept by a run that was killed before its last rename
             (staging / OUTPUT / name).unlink()
-        with _there(staging / OUTPUT, sizes):
+        with _with_planned_files(staging / OUTPUT, sizes):
             yield staging / OUTPUT
         for name in set(keeps()) - sizes.keys() if overwrite else ():
             _link(target / name, staging / OUTPUT / name, journal)
@@ -303,17 +303,17 @@ def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal, sin
 
 
 @contextmanager
-def _there(folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:
+def _with_planned_files(folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:
     """Raise ReshardError unless `folder` contains what was planned when the block ends, or if it is removed earlier."""
     try:
         yield
     except (OSError, ReshardError) as error:
         if folder.exists():
             raise
-        raise _spoilt(folder, sizes, {}) from cause_of(error)
-    found = {name: (folder / name).lstat().st_size for name in _files(folder)}
-    if found != sizes:
-        raise _spoilt(folder, sizes, found)
+        raise _output_changed(folder, sizes, {}) from cause_of(error)
+    actual = {name: (folder / name).lstat().st_size for name in _files(folder)}
+    if actual != sizes:
+        raise _output_changed(folder, sizes, actual)
 
 
 def _files(folder: Path) -> set[str]:
@@ -325,7 +325,7 @@ def _files(folder: Path) -> set[str]:
     }
 
 
-def _spoilt(folder: Path, sizes: Mapping[str, int], found: Mapping[str, int]) -> ReshardError:
+def _output_changed(folder: Path, sizes: Mapping[str, int], found: Mapping[str, int]) -> ReshardError:
     wrong = [f"{name} is missing" for name in sizes.keys() - found.keys()]
     wrong += [f"{name} should not be there" for name in found.keys() - sizes.keys()]
     wrong += [
@@ -384,7 +384,7 @@ def _unpublished(error: OSError, target: Path, aside: Path, *, is_new: bool) -> 
     if is_new:
         return _refused(error, target, 0)
     if error.errno in OCCUPIED_ERRORS:
-        return _taken(target, aside)
+        return _occupied(target, aside)
     if aside.exists():
         return ReshardError(
             "old-folder-not-put-back",
@@ -412,7 +412,7 @@ def _unpublished(error: OSError, target: Path, aside: Path, *, is_new: bool) -> 
     )
 
 
-def _taken(target: Path, aside: Path) -> ReshardError:
+def _occupied(target: Path, aside: Path) -> ReshardError:
     kept = f"; what was there before is now {aside}" if aside.exists() else ""
     return ReshardError(
         "destination-created-meanwhile",

@@ -19,10 +19,10 @@ class OpenFiles:
         """Bytes that were read."""
 
     def _file(self, path: str) -> OpenFile:
-        found = self._open.get(path)
-        if found is not None:
+        file = self._open.get(path)
+        if file is not None:
             self._open.move_to_end(path)
-            return found
+            return file
         while len(self._open) >= self._limit:
             self._open.popitem(last=False)[1].close()
         opened = self._open[path] = open_file(path)

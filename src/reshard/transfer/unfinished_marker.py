@@ -82,14 +82,22 @@ class Marker:
 def parsed_marker(content: bytes) -> Marker | None:
     """The marker in an object; None if it is not one of ours."""
     try:
-        told = json_of(content)
-        found = Marker(**{key: told[key] for key in Marker.__dataclass_fields__})
-        texts = (found.run, found.host, found.command, found.folder, found.journal, *found.files, *found.old)
-        numbers = (found.total, found.uploaded)
+        entry = json_of(content)
+        marker = Marker(**{key: entry[key] for key in Marker.__dataclass_fields__})
+        texts = (
+            marker.run,
+            marker.host,
+            marker.command,
+            marker.folder,
+            marker.journal,
+            *marker.files,
+            *marker.old,
+        )
+        numbers = (marker.total, marker.uploaded)
     except (ValueError, KeyError, TypeError):
         return None
     is_ours = all(isinstance(each, str) for each in texts) and all(isinstance(each, int) for each in numbers)
-    return found if is_ours else None
+    return marker if is_ours else None
 
 
 def marker_in(bucket: Bucket) -> Marker | None:
@@ -97,20 +105,20 @@ def marker_in(bucket: Bucket) -> Marker | None:
     content = bucket.read(MARKER)
     if content is None:
         return None
-    found = parsed_marker(content)
-    if found is None:
+    marker = parsed_marker(content)
+    if marker is None:
         raise ReshardError(
             "marker-not-ours",
             "an object has the name of reshard's marker but other contents",
             file=f"{bucket.url}/{MARKER}",
             remedy="check what it is, and remove it if nobody needs it",
         )
-    return found
+    return marker
 
 
-def is_live(marker: Marker, there: FileInfo | None) -> bool:
+def is_live(marker: Marker, info: FileInfo | None) -> bool:
     """Whether the run that wrote a marker may still be active, as far as another machine can tell."""
-    return not marker.ended and there is not None and time.time() - there.modified / 1e9 < LOST_AFTER_SECONDS
+    return not marker.ended and info is not None and time.time() - info.modified / 1e9 < LOST_AFTER_SECONDS
 
 
 class DestinationClaim:
@@ -145,11 +153,11 @@ class DestinationClaim:
 
     def hold(self) -> None:
         """Raise ReshardError if another run has taken the destination."""
-        there = marker_in(self._bucket)
-        if there is None or there.run != self.run:
+        marker = marker_in(self._bucket)
+        if marker is None or marker.run != self.run:
             self._is_lost = True
         if self._is_lost:
-            raise busy(self._bucket, there)
+            raise busy(self._bucket, marker)
 
     def renew(self, *, at_most_every: float = 0.0) -> None:
         """Write the progress of the run to the marker."""
@@ -167,8 +175,8 @@ class DestinationClaim:
         if names is None:
             self._bucket.write(MARKER, self._marker(ended=True).as_bytes())
             return
-        there = self._bucket.listing() if names else {}
-        self._bucket.remove([name for name in names if name in there])
+        listing = self._bucket.listing() if names else {}
+        self._bucket.remove([name for name in names if name in listing])
         self._bucket.remove([MARKER])
 
     def drop(self) -> None:
@@ -178,7 +186,7 @@ class DestinationClaim:
             self._thread.join()
 
     def _marker(self, *, ended: bool = False) -> Marker:
-        told = {key: str(self._facts.get(key, "")) for key in ("command", "folder")}
+        facts = {key: str(self._facts.get(key, "")) for key in ("command", "folder")}
         journal = self.journal.text if self.journal else ""
         return Marker(
             run=self.run,
@@ -189,7 +197,7 @@ class DestinationClaim:
             files=self.files,
             old=self.old,
             journal=journal,
-            **told,
+            **facts,
         )
 
     def _keep(self) -> None:
@@ -200,14 +208,14 @@ class DestinationClaim:
                 self.renew()
 
 
-def busy(bucket: Bucket, there: Marker | None) -> ReshardError:
+def busy(bucket: Bucket, marker: Marker | None) -> ReshardError:
     """The error for a run that finds another one at its destination."""
     return ReshardError(
         "destination-in-use",
         "another run is writing to the destination",
         file=bucket.url,
         rule="only one run at a time may write to a destination",
-        found=f"{MARKER} of a run on {there.host}: {there.command}" if there else f"{MARKER} is gone",
+        found=f"{MARKER} of a run on {marker.host}: {marker.command}" if marker else f"{MARKER} is gone",
         remedy=f"wait until it has ended; after one that was killed, "
         f""
         f"the same command works in {LOST_AFTER_SECONDS / 60:.0f} minutes",

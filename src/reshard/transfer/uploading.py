@@ -90,11 +90,13 @@ class Uploads:
             if name not in self.states:
                 self._upload(name, Event())
         self._bucket.forget()
-        found = self._bucket.listing()
-        gone = [name for name in self._sizes if name not in found]
-        wrong = [name for name in self._sizes if name in found and found[name].identity != self.states[name]]
+        listing = self._bucket.listing()
+        gone = [name for name in self._sizes if name not in listing]
+        wrong = [
+            name for name in self._sizes if name in listing and listing[name].identity != self.states[name]
+        ]
         if gone or wrong:
-            told = [f"{name} is gone" for name in gone] + [
+            changes = [f"{name} is gone" for name in gone] + [
                 f"{name} was written by something else" for name in wrong
             ]
             raise ReshardError(
@@ -102,7 +104,7 @@ class Uploads:
                 "the output was changed while it was written",
                 file=self._bucket.url,
                 rule="the uploaded files must stay as they were uploaded",
-                found=listed(sorted(told)),
+                found=listed(sorted(changes)),
                 remedy="something else removes or writes objects there: stop it, then run the same command again",
             ) from OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
@@ -112,21 +114,21 @@ class Uploads:
             self._bucket.put(name, file, self._memory, self._on_bytes, stopped.is_set)
         except UploadStoppedError:
             return
-        there = self._bucket.look(name)
-        if there is None or there.size != self._sizes[name]:
+        info = self._bucket.look(name)
+        if info is None or info.size != self._sizes[name]:
             raise ReshardError(
                 "upload-differs",
                 "the store's object is not the one that was uploaded",
                 file=f"{self._bucket.url}/{name}",
                 expected=f"{self._sizes[name]:,} bytes",
-                found=f"{there.size:,} bytes" if there else "nothing",
+                found=f"{info.size:,} bytes" if info else "nothing",
                 remedy="run the same command again",
             ) from OSError(errno.EIO, os.strerror(errno.EIO))
         if written := self._journal.progress.files.get(name):
-            self._journal.record(name, replace(written, elsewhere=there.identity))
+            self._journal.record(name, replace(written, elsewhere=info.identity))
         with self._lock:
-            self.states[name] = there.identity
-            self._claim.uploaded += there.size
+            self.states[name] = info.identity
+            self._claim.uploaded += info.size
         file.unlink()
         self._claim.renew(at_most_every=MIN_RENEWAL_SECONDS)
 
@@ -193,13 +195,13 @@ def _prepared(
     on_resume: OnResume,
 ) -> dict[str, str]:
     """Take the destination, remove what must go, and return the state of the objects of this output that are there."""
-    before, there = marker_in(bucket), bucket.listing()
-    if before and before.run != claim.run and is_live(before, there.get(MARKER)):
+    before, listing = marker_in(bucket), bucket.listing()
+    if before and before.run != claim.run and is_live(before, listing.get(MARKER)):
         raise busy(bucket, before)
     identity = before.progress.identity if before else None
     continues = identity is not None and identity == journal.identity
     removable = old | (before.names if before else set())
-    appeared = there.keys() - removable - {MARKER}
+    appeared = listing.keys() - removable - {MARKER}
     if foreign := sorted(name for name in appeared if not keeps(name)):
         raise ReshardError(
             "destination-objects-appeared",
@@ -209,7 +211,7 @@ def _prepared(
             found=listed(foreign, 5),
             remedy="find out what wrote them, then run the same command again",
         )
-    gone = (there.keys() & removable) - {MARKER} - (sizes.keys() if continues else set())
+    gone = (listing.keys() & removable) - {MARKER} - (sizes.keys() if continues else set())
     claim.old = sorted(gone)
     claim.take(before)
     if before:
@@ -221,13 +223,13 @@ def _prepared(
         on_resume(
             f"starting over: {size(before.uploaded)} of an unfinished run are removed, because {why}", 0
         )
-    bucket.remove([name for name in gone if there[name].size < SMALL_OBJECT_BYTES])
-    bucket.remove([name for name in gone if there[name].size >= SMALL_OBJECT_BYTES])
+    bucket.remove([name for name in gone if listing[name].size < SMALL_OBJECT_BYTES])
+    bucket.remove([name for name in gone if listing[name].size >= SMALL_OBJECT_BYTES])
     if not continues:
         return {}
     if before and not (staging / JOURNAL).exists():
         (staging / JOURNAL).write_text(before.journal)
-    return {name: each.identity for name, each in there.items()}
+    return {name: each.identity for name, each in listing.items()}
 
 
 def unfinished_at(target: Path) -> list[Unfinished]:
@@ -238,10 +240,10 @@ def unfinished_at(target: Path) -> list[Unfinished]:
     left = marker_in(bucket) if bucket else None
     if bucket is None or left is None:
         return []
-    there = bucket.look(MARKER)
-    modified = there.modified / 1e9 if there else time.time()
+    info = bucket.look(MARKER)
+    modified = info.modified / 1e9 if info else time.time()
     return [
-        Unfinished(target, left.progress.nbytes, left.total, modified, left.anywhere, is_live(left, there))
+        Unfinished(target, left.progress.nbytes, left.total, modified, left.anywhere, is_live(left, info))
     ]
 
 
@@ -249,8 +251,8 @@ def finished_at(target: StorePath) -> str | None:
     """The state of all objects of an output in a store; None while it is unfinished, or if it cannot be read."""
     with suppress(ReshardError):
         bucket = Bucket(target)
-        there = bucket.listing()
-        return None if MARKER in there else " ".join(sorted(each.identity for each in there.values()))
+        listing = bucket.listing()
+        return None if MARKER in listing else " ".join(sorted(each.identity for each in listing.values()))
     return None
 
 
@@ -261,17 +263,17 @@ def remove_unfinished_at(target: Path, age: float) -> list[Unfinished]:
     """
     if not isinstance(target, StorePath):
         return remove_unfinished(target, age)
-    found = unfinished_at(target)
-    if any(each.live for each in found):
+    runs = unfinished_at(target)
+    if any(each.live for each in runs):
         bucket = Bucket(target)
         raise busy(bucket, marker_in(bucket))
-    old = [each for each in found if each.modified <= time.time() - age]
+    old = [each for each in runs if each.modified <= time.time() - age]
     if old:
         bucket = Bucket(target)
         left = marker_in(bucket)
-        there = bucket.listing()
+        listing = bucket.listing()
         bucket.forget_parts(left.names if left else ())
-        bucket.remove(sorted((left.names if left else set()) & there.keys() - {MARKER}))
+        bucket.remove(sorted((left.names if left else set()) & listing.keys() - {MARKER}))
         bucket.remove([MARKER])
     return old
 
