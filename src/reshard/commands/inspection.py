@@ -81,16 +81,18 @@ class Inspection:
         }
         return {name: value for name, value in rows.items() if value}
 
+    def _rows_and_notes(self) -> list[tuple[str, str]]:
+        return [*self.rows().items(), *(("note", note) for note in (*self.notes, *self.hints))]
+
     def __str__(self) -> str:
         """What `reshard inspect` prints."""
-        rows = [*self.rows().items(), *(("note", note) for note in (*self.notes, *self.hints))]
-        lines = [f"{name:<10} {shown(value)}" for name, value in rows]
+        lines = [f"{name:<10} {shown(value)}" for name, value in self._rows_and_notes()]
         lines += [f"{problem.severity}: {problem}" for problem in self.problems]
         return "\n".join([*lines, *([f"{'next':<10} {shown(self.next)}"] if self.next else [])])
 
     def _repr_html_(self) -> str:
         """The same as a table, for a notebook."""
-        rows = [*self.rows().items(), *(("note", note) for note in (*self.notes, *self.hints))]
+        rows = self._rows_and_notes()
         rows += [(problem.severity, str(problem)) for problem in self.problems]
         return html_table([*rows, *([("next", self.next)] if self.next else [])])
 

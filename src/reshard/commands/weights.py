@@ -96,7 +96,6 @@ class Weights(Mapping[str, LazyTensor]):
         """Close the checkpoint: from now on, reading from it raises ReshardError."""
         self._is_closed = True
         self.__dict__.pop("_plan", None)
-        self.__dict__.pop("_by_name", None)
 
     def __enter__(self) -> Weights:
         with self.reading():
@@ -136,14 +135,9 @@ class Weights(Mapping[str, LazyTensor]):
         """The tensors as a conversion would write them. Raises ReshardError if it would be refused."""
         return planned_tensors(self.checkpoint, self._options)
 
-    @cached_property
-    def _by_name(self) -> Mapping[str, Planned]:
-        return {each.name: each for each in self._plan.planned}
-
     @property
     def _planned(self) -> Mapping[str, Planned]:
-        with self.reading():
-            return self._by_name
+        return self.plan.by_name
 
     @property
     def plan(self) -> HubTensors:

@@ -138,7 +138,7 @@ def _box(tensor: torch.Tensor) -> tuple[slice, ...] | None:
 def _named(places: Collection[_LocalTensor], weights: Weights) -> Mapping[str, Planned]:
     """The tensors of the checkpoint under the names of the module: those of the Hub, or those in memory."""
     names = {name for each in places for name in each.names}
-    as_hub = {each.name: each for each in weights.plan.planned}
+    as_hub = weights.plan.by_name
     as_live = {each.name: each for each in weights.in_memory()}
     return max(as_live, as_hub, key=lambda each: len(names & each.keys()) - len(each.keys() - names))
 

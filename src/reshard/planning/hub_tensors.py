@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from reshard.algebra.tensors import Replica
 from reshard.formats.contract import Request
@@ -14,7 +16,8 @@ from reshard.transfer.memory_budget import MemoryNeed
 from reshard.transfer.plan import OutputFile, Planned
 
 
-class HubTensors(NamedTuple):
+@dataclass(frozen=True)
+class HubTensors:
     """Tensors under the Hub's names, as `request` has them, those stored more than once, and the memory needed.
 
     `dropped` are the bytes of the source that are not among them, by rule.
@@ -30,6 +33,11 @@ class HubTensors(NamedTuple):
     def planned(self) -> Sequence[Planned]:
         """The tensors."""
         return self.request.tensors
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Planned]:
+        """The tensors by their names."""
+        return {each.name: each for each in self.planned}
 
     @property
     def config(self) -> Mapping[str, Any]:

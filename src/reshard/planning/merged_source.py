@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,9 +40,8 @@ def merged_source(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[C
     checkpoint itself. Raises ReshardError if there is none, or if the adapter does not fit it.
     """
     adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
-    folder, origin_notes = base_folder(checkpoint, adapter, options)
-    base = plain_base(folder, checkpoint, options) if folder else None
-    weights, replicas, config, dropped = hub_weights(base, options) if base else ({}, [], None, Counter())
+    of_base = adapter_base(checkpoint, adapter, options, "a merged model is the base plus the adapter")
+    base, weights, dropped = of_base.checkpoint, of_base.weights, of_base.dropped
     origin = base or checkpoint
     own = config_of(origin) or {}
     family = declared(own.get("model_type"))
@@ -71,14 +70,14 @@ def merged_source(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[C
             tensors=result,
             variant=_variant(adapter, base),
             iteration=None,
-            config=config or checkpoint.config,
+            config=of_base.config or checkpoint.config,
             changes=changes,
             beside=(checkpoint.root,),
             states={},
             optimizer=None,
             dropped=+(Counter({**origin.dropped, **checkpoint.dropped}) + dropped),
-            replicas=[*checkpoint.replicas, *replicas],
-            notes=[*checkpoint.notes, *origin_notes, *(base.notes if base else []), *notes],
+            replicas=[*checkpoint.replicas, *of_base.replicas],
+            notes=[*checkpoint.notes, *of_base.notes, *(base.notes if base else []), *notes],
         ),
         replace(options, base=None if base else options.base_path),
     )
@@ -95,11 +94,48 @@ def hub_adapter(checkpoint: Checkpoint, options: ConversionOptions) -> Checkpoin
     return from_megatron.under_hub_names(checkpoint, config)
 
 
-def base_folder(
+@dataclass(frozen=True)
+class AdapterBase:
+    """The model that an adapter was trained on: `weights` under Hub names, with the `config` that is in no file.
+
+    `checkpoint` is None, and there are no weights, if they are in the adapter's checkpoint. `dropped` counts the bytes
+    that are not among them, by rule, and `notes` say where the model comes from.
+    """
+
+    checkpoint: Checkpoint | None
+    weights: Mapping[str, Tensor]
+    replicas: Sequence[Replica]
+    config: Mapping[str, Any] | None
+    dropped: Counter[str]
+    notes: Sequence[str]
+
+
+def adapter_base(
+    checkpoint: Checkpoint, adapter: adapters.Adapter, options: ConversionOptions, rule: str
+) -> AdapterBase:
+    """The dequantized base of an adapter; `rule` says why one is needed. Raises ReshardError if it is unknown."""
+    folder, notes = _base_folder(checkpoint, adapter, options, rule)
+    if folder is None:
+        return AdapterBase(None, {}, [], None, Counter(), notes)
+    base = open_checkpoint(folder, strip=options.strip, sources=checkpoint.sources)
+    if base.problems:
+        raise ReshardError(base.problems)
+    base = dequantized(base, OutputTypes(options.dtype).wanted, adapters.quantized_base)
+    if base.has_hub_names:
+        return AdapterBase(base, base.tensors, base.replicas, base.config, Counter(), notes)
+    resolved = resolve(describe(base, family=options.family))
+    logical = logical_tensors(resolved)
+    weights = {name: Tensor(item.dtype, logical.view(name)) for name, item in logical.tensors.items()}
+    model = resolved.model
+    dropped = lost_padding(base, model, model.dims.padded_vocab - model.dims.vocab) if model else Counter()
+    return AdapterBase(base, weights, logical.replicas, resolved.config, dropped, notes)
+
+
+def _base_folder(
     checkpoint: Checkpoint,
     adapter: adapters.Adapter,
     options: ConversionOptions,
-    rule: str = "a merged model is the base plus the adapter",
+    rule: str,
 ) -> tuple[Path | None, list[str]]:
     """The folder with the base's weights, None if they are in the adapter's checkpoint; and notes on the choice."""
     if adapter.has_base:
@@ -122,28 +158,6 @@ def base_folder(
         found=f"{hint} (base_model_name_or_path), which is not here" if hint else None,
         remedy="pass the folder with the base model: --base DIR",
     )
-
-
-def plain_base(folder: Path, checkpoint: Checkpoint, options: ConversionOptions) -> Checkpoint:
-    """The base in a folder, dequantized. Raises ReshardError if it has problems."""
-    base = open_checkpoint(folder, strip=options.strip, sources=checkpoint.sources)
-    if base.problems:
-        raise ReshardError(base.problems)
-    return dequantized(base, OutputTypes(options.dtype).wanted, adapters.quantized_base)
-
-
-def hub_weights(
-    base: Checkpoint, options: ConversionOptions
-) -> tuple[Mapping[str, Tensor], list[Replica], Mapping[str, Any] | None, Counter[str]]:
-    """The base's weights under Hub names, their replicas, the config if it is in no file, and the dropped bytes."""
-    if base.has_hub_names:
-        return base.tensors, base.replicas, base.config, Counter()
-    resolved = resolve(describe(base, family=options.family))
-    logical = logical_tensors(resolved)
-    weights = {name: Tensor(item.dtype, logical.view(name)) for name, item in logical.tensors.items()}
-    model = resolved.model
-    dropped = lost_padding(base, model, model.dims.padded_vocab - model.dims.vocab) if model else Counter()
-    return weights, logical.replicas, resolved.config, dropped
 
 
 def _replaced(adapter: adapters.Adapter, weights: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> int:

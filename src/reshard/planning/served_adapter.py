@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ from reshard.formats.contract import Request
 from reshard.model.find_config import config_of
 from reshard.model.memory_names import live_tensors
 from reshard.planning.adapter_tensors import BASE_WEIGHTS, OTHER_ADAPTERS, same_bytes
-from reshard.planning.merged_source import base_folder, hub_weights, plain_base
+from reshard.planning.merged_source import adapter_base
 from reshard.planning.target_tensors import OutputTypes
 from reshard.stores.hub import name_of
 from reshard.transfer.plan import Planned
@@ -59,7 +59,7 @@ class _AdaptedModel:
     weights: Mapping[str, Tensor]
     config: Mapping[str, Any]
     family: Family | None
-    notes: list[str]
+    notes: Sequence[str]
 
     def hub(self, name: str) -> str:
         """The Hub's name of a module."""
@@ -131,14 +131,13 @@ def served(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str,
 def _base(checkpoint: Checkpoint, adapter: Adapter, request: Request) -> _AdaptedModel:
     options = request.options
     rule = "the base tells how an engine names the modules, and which of them are experts"
-    folder, notes = base_folder(checkpoint, adapter, options, rule)
-    base = plain_base(folder, checkpoint, options) if folder else None
-    weights, config = (hub_weights(base, options)[::2]) if base else (adapter.base, None)
-    config = config or config_of(base or checkpoint) or {}
+    base = adapter_base(checkpoint, adapter, options, rule)
+    weights = base.weights or adapter.base
+    config = base.config or config_of(base.checkpoint or checkpoint) or {}
     family = declared(options.family or config.get("model_type"))
     if family:
         weights = {family.plain_name(name): tensor for name, tensor in weights.items()}
-    return _AdaptedModel(weights, config, family, notes)
+    return _AdaptedModel(weights, config, family, base.notes)
 
 
 def _type(base: _AdaptedModel) -> str:

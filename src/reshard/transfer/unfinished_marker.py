@@ -12,18 +12,17 @@ import secrets
 import shlex
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event, RLock, Thread
-from typing import Any
 
 from reshard.base.errors import ReshardError
 from reshard.base.plain_json import json_of
 from reshard.stores.bucket import Bucket
 from reshard.stores.file_info import FileInfo
-from reshard.transfer.journal import JournalContent, parsed_journal
+from reshard.transfer.journal import Journal, JournalContent, parsed_journal
 from reshard.version import __version__
 
 MARKER = "reshard-unfinished.json"
@@ -128,17 +127,14 @@ class DestinationClaim:
     of this name is active.
     """
 
-    def __init__(self, bucket: Bucket, run: str, facts: dict[str, Any]) -> None:
-        self._bucket, self.run, self._facts = bucket, run, facts
+    def __init__(self, bucket: Bucket, run: str, sizes: Mapping[str, int], journal: Journal) -> None:
+        self._bucket, self.run, self._sizes, self._journal = bucket, run, sizes, journal
         self._writing, self._ended = RLock(), Event()
         self._when = 0.0
         self._thread = Thread(target=self._keep, daemon=True)
         self._is_lost = False
         self.uploaded = 0
-        self.total = 0
-        self.files: list[str] = []
         self.old: list[str] = []
-        self.journal: Any = None
 
     def take(self, before: Marker | None) -> None:
         """Write the first marker, over the one of `before` if given. Raises ReshardError if another run was faster."""
@@ -186,17 +182,16 @@ class DestinationClaim:
             self._thread.join()
 
     def _marker(self, *, ended: bool = False) -> Marker:
-        facts = {key: str(self._facts.get(key, "")) for key in ("command", "folder")}
-        journal = self.journal.text if self.journal else ""
+        facts = {key: str(self._journal.facts.get(key, "")) for key in ("command", "folder")}
         return Marker(
             run=self.run,
             host=socket.gethostname(),
-            total=self.total,
+            total=sum(self._sizes.values()),
             uploaded=self.uploaded,
             ended=ended,
-            files=self.files,
+            files=sorted(self._sizes),
             old=self.old,
-            journal=journal,
+            journal=self._journal.text,
             **facts,
         )
 

@@ -64,20 +64,17 @@ class Uploads:
         journal: Journal,
         claim: DestinationClaim,
         on_bytes: Callable[[int], None],
+        folder: Path,
     ) -> None:
+        """What earlier runs uploaded, as the journal says, need not be in `folder`."""
         self._bucket, self._sizes, self._last, self._memory = bucket, sizes, last, memory
         self._journal, self._claim, self._on_bytes = journal, claim, on_bytes
-        self.folder = Path()
-        self.states: dict[str, str] = {}
-        """The state of each object that the store reported when it was uploaded."""
-        self._lock = Lock()
-
-    def resume(self, folder: Path) -> None:
-        """Continue what earlier runs have done: what they uploaded need not be in `folder`."""
         self.folder = folder
-        files = self._journal.progress.files
-        self.states = {name: each.elsewhere for name, each in files.items() if each.elsewhere is not None}
-        self._claim.uploaded = sum(self._sizes[name] for name in self.states)
+        files = journal.progress.files
+        self._states = {name: each.elsewhere for name, each in files.items() if each.elsewhere is not None}
+        """The state of each object that the store reported when it was uploaded."""
+        claim.uploaded = sum(sizes[name] for name in self._states)
+        self._lock = Lock()
 
     def take(self, name: str, stopped: Event) -> None:
         """Upload a file and remove it locally, unless it has to wait for the others."""
@@ -87,13 +84,13 @@ class Uploads:
     def finish(self) -> None:
         """Upload the rest in order, and check that all objects are as they were uploaded."""
         for name in self._last:
-            if name not in self.states:
+            if name not in self._states:
                 self._upload(name, Event())
         self._bucket.forget()
         listing = self._bucket.listing()
         gone = [name for name in self._sizes if name not in listing]
         wrong = [
-            name for name in self._sizes if name in listing and listing[name].identity != self.states[name]
+            name for name in self._sizes if name in listing and listing[name].identity != self._states[name]
         ]
         if gone or wrong:
             changes = [f"{name} is gone" for name in gone] + [
@@ -127,7 +124,7 @@ class Uploads:
         if written := self._journal.progress.files.get(name):
             self._journal.record(name, replace(written, elsewhere=info.identity))
         with self._lock:
-            self.states[name] = info.identity
+            self._states[name] = info.identity
             self._claim.uploaded += info.size
         file.unlink()
         self._claim.renew(at_most_every=MIN_RENEWAL_SECONDS)
@@ -159,8 +156,7 @@ def uploading(
     claims: list[DestinationClaim] = []
 
     def prepare(staging: Path, has_locks: bool) -> dict[str, str]:
-        claim = DestinationClaim(bucket, own_name(root) if has_locks else token_hex(8), journal.facts)
-        claim.files, claim.total = sorted(sizes), sum(sizes.values())
+        claim = DestinationClaim(bucket, own_name(root) if has_locks else token_hex(8), sizes, journal)
         claims.append(claim)
         try:
             return _prepared(bucket, claim, staging, sizes, set(old), keeps, journal, on_resume)
@@ -170,11 +166,9 @@ def uploading(
 
     with worked(target, sizes, journal=journal, on_resume=on_resume, prepare=prepare) as staging:
         (claim,) = claims
-        claim.journal = journal
-        uploads = Uploads(bucket, sizes, last, memory, journal, claim, on_bytes)
         try:
+            uploads = Uploads(bucket, sizes, last, memory, journal, claim, on_bytes, staging / OUTPUT)
             claim.renew()
-            uploads.resume(staging / OUTPUT)
             yield uploads
         except BaseException as error:
             kept = may_pass(error) and journal.progress.nbytes
