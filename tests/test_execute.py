@@ -27,12 +27,11 @@ from reshard.transfer import batch as batch_module
 from reshard.transfer import execute as execute_module
 from reshard.transfer import gather as gather_module
 from reshard.transfer import sink as sink_module
-from reshard.transfer.elements import RAW_DTYPES, cast, has_nonfinite
+from reshard.transfer.elements import RAW_DTYPES, Overflows, cast, has_nonfinite
 from reshard.transfer.execute import execute
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory_budget import shared
-from reshard.transfer.overflow import Overflows
 from reshard.transfer.plan import ZERO, Block, OutputFile, Plan
 from reshard.transfer.sink import PageBuffer, Sink, stays_cached
 from reshard.transfer.thread_files import OpenFiles

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 import reshard
 from reshard.algebra.dtypes import dtype
 from reshard.base.errors import Problem, ReshardError
-from reshard.transfer.elements import cast
-from reshard.transfer.overflow import LARGEST_FINITE, Overflows
+from reshard.transfer.elements import LARGEST_FINITE, Overflows, cast
 from tests.commandline import reshard as command
 from tests.genuine import quantized
 from tests.test_resume import Death, content, dying

@@ -18,8 +18,7 @@ from reshard.codecs.mlx_modes import (
     unpacked,
 )
 from reshard.codecs.not_finite import not_finite
-from reshard.transfer.elements import RAW_DTYPES, as_float, cast
-from reshard.transfer.overflow import Overflows
+from reshard.transfer.elements import RAW_DTYPES, Overflows, as_float, cast
 
 BFLOAT16, FLOAT32, UINT32 = dtype("bfloat16"), dtype("float32"), dtype("uint32")
 

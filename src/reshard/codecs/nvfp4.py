@@ -15,8 +15,7 @@ from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import MIN_READ_ELEMENTS, Computed, InputReader, Tensor
 from reshard.codecs.block_grid import STEP_ELEMENTS, BlockGrid, Floats, codes_of, nearest_codes, small_floats
 from reshard.codecs.not_finite import not_finite
-from reshard.transfer.elements import as_float, cast
-from reshard.transfer.overflow import Overflows
+from reshard.transfer.elements import Overflows, as_float, cast
 
 FLOAT32, UINT8, FP8 = dtype("float32"), dtype("uint8"), dtype("float8_e4m3fn")
 BLOCK_ELEMENTS = 16

@@ -13,9 +13,8 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor, cells_of
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError
-from reshard.transfer.elements import count_nonfinite
+from reshard.transfer.elements import count_nonfinite, overflow_problem
 from reshard.transfer.gather import Gatherer
-from reshard.transfer.overflow import overflow_problem
 
 if TYPE_CHECKING:
     import torch as torchlib  # in `LazyTensor`, `torch` is a method

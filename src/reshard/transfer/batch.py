@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from reshard.transfer.elements import RAW_DTYPES, count_nonfinite, has_nonfinite
+from reshard.transfer.elements import RAW_DTYPES, Overflows, count_nonfinite, has_nonfinite
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.memory_budget import WINDOW_BYTES
-from reshard.transfer.overflow import Overflows
 from reshard.transfer.plan import Block, OutputFile
 from reshard.transfer.sink import PAGE_BYTES
 from reshard.transfer.written_file import BegunBlock

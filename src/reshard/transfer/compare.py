@@ -16,11 +16,10 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.base.errors import Problem, one_for_each_file
 from reshard.stores import MAX_REQUEST_BYTES, is_remote
-from reshard.transfer.elements import as_float, cast, castable
+from reshard.transfer.elements import Overflows, as_float, cast, castable
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory_budget import ThreadShare
-from reshard.transfer.overflow import Overflows
 from reshard.transfer.thread_files import OpenFiles
 from reshard.transfer.threads import taken, together
 

@@ -45,7 +45,7 @@ class FileJob:
         self.unsaved = SourceReads()
         """What was read for it that the journal has not recorded yet."""
         self._unsaved_sums = PartDigests()
-        self._state, self._file = state, file
+        self._state, self._file, self.path = state, file, file.path
         self._loose = 0
         self._saving = Lock()
         self._sink: Sink | None = None
@@ -53,17 +53,12 @@ class FileJob:
         self._opening = Lock()
 
     @property
-    def path(self) -> str:
-        """The path of the file in the output."""
-        return self._file.path
-
-    @property
     def sink(self) -> Sink:
         """The file, opened on first use."""
         with self._opening:
             if self._sink is None:
                 self._sink = Sink(
-                    self._state.folder / self._file.path,
+                    self._state.folder / self.path,
                     self._file.size,
                     durable=self._state.journal.durable,
                     direct=self._state.direct,
@@ -127,7 +122,7 @@ class FileJob:
         late = self.written.late
         if late:
             self.save()  # if this is where the run is killed, the next one must know what they change
-        self.digest.patch(self._state.folder / self._file.path, late)
+        self.digest.patch(self._state.folder / self.path, late)
         for place, checksum in late:
             self.sink.write(memoryview(checksum), place)
         digest = self.digest.finish()

@@ -14,9 +14,8 @@ from reshard.algebra.tensors import Cells, Computed, Tensor
 from reshard.algebra.views import Axis, Piece
 from reshard.base.errors import Problem, ReshardError
 from reshard.stores import is_remote
-from reshard.transfer.elements import CAST_BYTES_EACH, RAW_DTYPES, cast
+from reshard.transfer.elements import CAST_BYTES_EACH, RAW_DTYPES, Overflows, cast
 from reshard.transfer.ledger import Ledger, Passed, join
-from reshard.transfer.overflow import Overflows
 from reshard.transfer.shared_windows import Windows
 from reshard.transfer.thread_files import OpenFiles
 

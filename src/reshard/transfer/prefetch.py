@@ -14,11 +14,10 @@ import numpy as np
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
-from reshard.transfer.elements import RAW_DTYPES, count_nonfinite
+from reshard.transfer.elements import RAW_DTYPES, Overflow, count_nonfinite, overflow_problem
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory_budget import ThreadShare
-from reshard.transfer.overflow import Overflow, overflow_problem
 from reshard.transfer.thread_files import OpenFiles
 
 PART_BYTES = 16 << 20

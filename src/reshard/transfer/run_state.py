@@ -12,11 +12,11 @@ from reshard.algebra.tensors import cells_of
 from reshard.base.errors import Problem
 from reshard.transfer.batch import BlockState
 from reshard.transfer.digests import FileDigest, PartDigests
+from reshard.transfer.elements import Overflow, overflow_problem, total
 from reshard.transfer.gather import check_sums
 from reshard.transfer.journal import FLUSH_BYTES, Journal, as_entry
 from reshard.transfer.ledger import Ledger, Passed, join
 from reshard.transfer.memory_budget import ThreadShare
-from reshard.transfer.overflow import Overflow, overflow_problem, total
 from reshard.transfer.plan import Plan
 from reshard.transfer.resumed_output import check_kept
 from reshard.transfer.shared_windows import Windows
@@ -115,25 +115,21 @@ class RunState:
         self.files = dict(before.files)
         self.report = RunTotals(before.nbytes, before.nbytes)
         self._on_bytes = on_bytes
-        self._names = dict(before.unchecked)
-        self.touch(before.unchecked)
-
-    @property
-    def names(self) -> Mapping[Storage, str]:
+        self.names: dict[Storage, str] = dict(before.unchecked)
         """A tensor in each storage that was read."""
-        return self._names
+        self.touch(before.unchecked)
 
     def name(self, names: Mapping[Storage, str]) -> None:
         """Add the names of tensors in storages that other processes have read."""
         with self.lock:
-            self._names = {**names, **self._names}
+            self.names = {**names, **self.names}
 
     def name_storages(self, stream: BlockState) -> list[Storage]:
         """Name the storages that a block was read from after its tensor; returns those with checksums."""
         storages = [cells.storage for cells in cells_of(stream.view)]
         with self.lock:
             for storage in storages:
-                self._names.setdefault(storage, stream.block.name)
+                self.names.setdefault(storage, stream.block.name)
         return [storage for storage in storages if storage.crc32 is not None]
 
     def touch(self, storages: Iterable[Storage]) -> None:
@@ -151,7 +147,7 @@ class RunState:
             written,
             sums,
             passed=read.ranges,
-            unchecked=[[self._names.get(each, ""), *as_entry(each)] for each in later],
+            unchecked=[[self.names.get(each, ""), *as_entry(each)] for each in later],
             checked=[as_entry(each) for each in unchecked if ledger and ledger.is_right(each)],
         )
 
@@ -168,7 +164,7 @@ class RunState:
         self.report.overflowed = {path: each.overflowed for path, each in self.files.items()}
         if self.ledger is None:
             return self.report
-        check_sums(self.ledger, self._names)
+        check_sums(self.ledger, self.names)
         self.ledger.complete(self.plan.sources.sizes())
         self.report.passed = self.ledger.passed
         return self.report

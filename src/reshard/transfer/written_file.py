@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.transfer.digests import runs
-from reshard.transfer.overflow import Overflow
+from reshard.transfer.elements import Overflow
 
 MAX_BATCHES = 1 << 22
 """Most batches of a file that a journal may name: a damaged number must not fill the memory."""
