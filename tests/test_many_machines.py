@@ -544,7 +544,7 @@ def test_a_ledger_is_the_same_whoever_read_the_bytes(tmp_path: Path, seed: int) 
     path.write_bytes(data)
     storage = Storage(str(path), 0, size, crc32(data))
     alone, shared = Ledger(every=True), Ledger(every=True)
-    workers = [Ledger(every=True, apart=CELL_BYTES) for _ in range(3)]
+    workers = [Ledger(every=True, boundary=CELL_BYTES) for _ in range(3)]
     for _ in range(12):
         begin = rng.randrange(size)
         part = memoryview(data)[begin : begin + rng.randrange(1 << 19)]

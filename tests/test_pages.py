@@ -97,13 +97,13 @@ def test_the_board_says_what_the_files_of_the_ranks_hold(run: Path) -> None:
             layers = {int(re.search(r"layers\.(\d+)", name)[1]) for name in names}  # type: ignore[index]
             begin, end = map(int, re.findall(r"layers (\d+)–(\d+)", cell.lines[0])[0])
             assert end - begin + 1 == len(layers)
-            assert ("embedding" in cell.told) == any("word_embeddings" in name for name in content)
+            assert ("embedding" in cell.details) == any("word_embeddings" in name for name in content)
             experts = {
                 int(each[1])
                 for name in names
                 if (each := re.search(r"(?:local_experts\.|fc1\.weight)(\d+)", name))
             }
-            (told,) = re.findall(r"experts (\d+)–(\d+)", cell.told)
+            (told,) = re.findall(r"experts (\d+)–(\d+)", cell.details)
             assert int(told[1]) - int(told[0]) + 1 == len(experts)
             assert int(told[0]) == index % 2 * len(experts)
 
@@ -112,7 +112,7 @@ def test_a_format_without_ranks_shows_its_files(model: Path) -> None:
     found = rank_board.board_of(reshard.inspect(model))
     ((_, cells),) = found.rows
     assert found.title == "Files" and [cell.name for cell in cells] == ["model.safetensors"]
-    assert cells[0].weight == 1.0 and "layers 0–3" in cells[0].told
+    assert cells[0].weight == 1.0 and "layers 0–3" in cells[0].details
 
 
 def test_a_large_board_is_cut(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

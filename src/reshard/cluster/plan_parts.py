@@ -94,7 +94,7 @@ def execute_part(
         if is_stopped():
             raise PartStoppedError
 
-    ledger = Ledger(every=True, apart=CELL_BYTES, most=share.ranges) if checksum else None
+    ledger = Ledger(every=True, boundary=CELL_BYTES, most=share.ranges) if checksum else None
     state = RunState(plan, folder, share, ledger, Journal(), on_bytes)
     outcome = PartOutcome(names=state.names)
 

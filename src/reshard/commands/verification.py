@@ -274,13 +274,13 @@ def _comparable(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
     return dequantized(checkpoint, dtype, _not_comparable)
 
 
-def _not_comparable(found: Quantization, path: Path) -> ReshardError:
+def _not_comparable(quantization: Quantization, path: Path) -> ReshardError:
     return ReshardError(
         "weights-not-comparable",
         "quantized weights cannot be compared with plain ones",
         file=str(path),
         rule="reshard dequantizes the schemes marked in docs/formats.md",
-        found=str(found),
+        found=str(quantization),
         remedy="dequantize the model first, as its publisher describes, or compare it with a copy that is quantized in "
         "the same way",
     )
@@ -419,9 +419,9 @@ def _different_models(
     first: Side, second: Side, rows: Sequence[Row], compared: int
 ) -> tuple[str, str] | None:
     """What both models are, if they differ in their family, or in the names and shapes of most tensors."""
-    apart = sum(row.kind in APART for row in rows)
+    incomparable = sum(row.kind in APART for row in rows)
     families = {side.model.family.name for side in (first, second) if side.model}
-    if apart > compared or (apart and len(families) > 1):
+    if incomparable > compared or (incomparable and len(families) > 1):
         return _model_of(first), _model_of(second)
     return None
 

@@ -27,7 +27,7 @@ class Cell:
 
     name: str
     lines: tuple[str, ...]
-    told: str
+    details: str
     weight: float = 0.0
     """Its bytes, relative to the largest; 0 if unknown."""
 

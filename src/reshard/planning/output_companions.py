@@ -86,10 +86,10 @@ CARD, GENERATION = "README.md", "generation_config.json"
 MAX_CARD_BYTES = 1 << 20
 
 
-def embedding(checkpoint: Checkpoint, request: Request, found: companions.Companions) -> Request:
+def embedding(checkpoint: Checkpoint, request: Request, available: companions.Companions) -> Request:
     """The request with the contents of config.json, tokenizer and model card, for a format that stores them itself."""
     folder = request.options.base_path or checkpoint.root
-    contents = {name: checkpoint.sources.read(file) for name, file in found.files.items()}
+    contents = {name: checkpoint.sources.read(file) for name, file in available.files.items()}
     card = folder / CARD
     if card.is_file() and belongs(card, folder, checkpoint.sources) and card.stat().st_size < MAX_CARD_BYTES:
         contents[CARD] = checkpoint.sources.read(card)
@@ -100,7 +100,7 @@ def embedding(checkpoint: Checkpoint, request: Request, found: companions.Compan
 
 
 def companion_files(
-    checkpoint: Checkpoint, request: Request, found: companions.Companions
+    checkpoint: Checkpoint, request: Request, available: companions.Companions
 ) -> Iterator[OutputFile]:
     """config.json, adapted to the weights; tokenizer, chat template and generation config unchanged.
 
@@ -112,7 +112,7 @@ def companion_files(
         left = {companions.CONFIG, GENERATION}
     else:
         yield OutputFile.of_bytes(companions.CONFIG, _config(checkpoint, request))
-    for name, file in sorted(found.files.items()):
+    for name, file in sorted(available.files.items()):
         if name not in left:
             yield companions.output_file(name, file, checkpoint.sources)
 

@@ -68,8 +68,8 @@ class ByteRanges:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ByteRanges) and (self.lost, *self) == (other.lost, *other)
 
-    def add(self, begin: int, end: int, value: int, apart: int = NEVER) -> bool:
-        """Insert a range, and join it with adjacent ones unless they touch at a multiple of `apart`.
+    def add(self, begin: int, end: int, value: int, boundary: int = NEVER) -> bool:
+        """Insert a range, and join it with adjacent ones unless they touch at a multiple of `boundary`.
 
         Returns False if some of its bytes are there already, or if the ranges are lost.
         """
@@ -77,10 +77,10 @@ class ByteRanges:
         first = last = bisect_left(begins, begin)
         if self.lost or (first and ends[first - 1] > begin) or (last < len(begins) and begins[last] < end):
             return False
-        if first and ends[first - 1] == begin and begin % apart:
+        if first and ends[first - 1] == begin and begin % boundary:
             first -= 1
             begin, value = begins[first], crc32_combine(values[first], value, end - begin)
-        if last < len(begins) and begins[last] == end and end % apart:
+        if last < len(begins) and begins[last] == end and end % boundary:
             value, end = crc32_combine(value, values[last], ends[last] - end), ends[last]
             last += 1
         for column, each in ((begins, begin), (ends, end), (values, value)):
@@ -156,14 +156,19 @@ def join(passed: Passed, more: Mapping[str, ByteRanges | Iterable[Range] | None]
 class Ledger:
     """The ranges read of all storages with a recorded CRC32 or, with `every`, of all. `passed` are from an earlier run.
 
-    Bytes that are read more than once count once, on their first read. Ranges end at each multiple of `apart`. If there
-    are more than `most` ranges, those of the file with the most ranges are lost.
+    Bytes that are read more than once count once, on their first read. Ranges end at each multiple of `boundary`. If
+    there are more than `most` ranges, those of the file with the most ranges are lost.
     """
 
     def __init__(
-        self, *, every: bool = False, passed: Passed | None = None, apart: int = NEVER, most: int = MAX_RANGES
+        self,
+        *,
+        every: bool = False,
+        passed: Passed | None = None,
+        boundary: int = NEVER,
+        most: int = MAX_RANGES,
     ) -> None:
-        self._apart = apart
+        self._boundary = boundary
         self.passed: Passed = {} if passed is None else passed
         self._every, self._most = every, most
         self._count = sum(map(len, self.passed.values()))
@@ -187,7 +192,7 @@ class Ledger:
         summed = []
         for (at, data), unread in zip(places, gaps, strict=False):
             for gap in unread:
-                cells = _cells(*gap, self._apart) if self._apart < NEVER else [gap]
+                cells = _cells(*gap, self._boundary) if self._boundary < NEVER else [gap]
                 summed += [(first, last, crc32(data[first - at : last - at])) for first, last in cells]
         with self._lock:  # another thread may have noted the same ranges meanwhile
             return self._add(storage.path, summed)
@@ -196,7 +201,7 @@ class Ledger:
         """Add ranges to those of a file, or lose some. Returns what is new, and what is lost."""
         ranges = self.passed.setdefault(path, ByteRanges())
         before = len(ranges)
-        new = {path: ByteRanges(each for each in summed if ranges.add(*each, self._apart))}
+        new = {path: ByteRanges(each for each in summed if ranges.add(*each, self._boundary))}
         self._count += len(ranges) - before
         while self._count > self._most:
             largest = max(self.passed, key=lambda each: len(self.passed[each]))
@@ -295,9 +300,9 @@ def _batches(gaps: Iterable[tuple[int, int]], size: int) -> Iterator[list[tuple[
         yield batch
 
 
-def _cells(begin: int, end: int, apart: int) -> Iterator[tuple[int, int]]:
-    """Bytes `begin` to `end`, cut at each multiple of `apart`."""
+def _cells(begin: int, end: int, boundary: int) -> Iterator[tuple[int, int]]:
+    """Bytes `begin` to `end`, cut at each multiple of `boundary`."""
     while begin < end:
-        last = min(end, begin - begin % apart + apart)
+        last = min(end, begin - begin % boundary + boundary)
         yield begin, last
         begin = last

@@ -229,8 +229,10 @@ class PlanUsage:
         self.written.zeros += dtype.elements(uses.zeros)
         self.written.computed += dtype.elements(total(uses.computed.values()).numel)
         if rest or not copies or blocks != uses.times(copies):
-            found = f"{items[name]:,} of {numel:,} elements" if rest or not copies else "other elements of it"
-            self.faults.append(UsageFault(name, f"its blocks write {found}"))
+            written = (
+                f"{items[name]:,} of {numel:,} elements" if rest or not copies else "other elements of it"
+            )
+            self.faults.append(UsageFault(name, f"its blocks write {written}"))
 
     def _settle(self) -> None:
         """Check that all elements of each computed source are used once; their inputs count as used."""

@@ -325,13 +325,13 @@ def _files(folder: Path) -> set[str]:
     }
 
 
-def _output_changed(folder: Path, sizes: Mapping[str, int], found: Mapping[str, int]) -> ReshardError:
-    wrong = [f"{name} is missing" for name in sizes.keys() - found.keys()]
-    wrong += [f"{name} should not be there" for name in found.keys() - sizes.keys()]
+def _output_changed(folder: Path, sizes: Mapping[str, int], actual: Mapping[str, int]) -> ReshardError:
+    wrong = [f"{name} is missing" for name in sizes.keys() - actual.keys()]
+    wrong += [f"{name} should not be there" for name in actual.keys() - sizes.keys()]
     wrong += [
-        f"{name} has {found[name]} bytes and not {size}"
+        f"{name} has {actual[name]} bytes and not {size}"
         for name, size in sizes.items()
-        if found.get(name, size) != size
+        if actual.get(name, size) != size
     ]
     return ReshardError(
         "output-changed",
@@ -372,13 +372,13 @@ def _refused(error: OSError, target: Path, kept: int | None) -> ReshardError:
 
 def _unpublished(error: OSError, target: Path, aside: Path, *, is_new: bool) -> ReshardError:
     """The error for an output that is complete but cannot be renamed; says where the old folder is."""
-    found = error.strerror or str(error)
+    reason = error.strerror or str(error)
     if is_new and aside.exists():
         return ReshardError(
             "old-folder-left",
             "the output is complete, and the folder that it replaced cannot be removed",
             file=str(aside),
-            found=found,
+            found=reason,
             remedy=f"remove it yourself: rm -r {shlex.quote(str(aside))}",
         )
     if is_new:
@@ -390,7 +390,7 @@ def _unpublished(error: OSError, target: Path, aside: Path, *, is_new: bool) -> 
             "old-folder-not-put-back",
             "the output could not be renamed to the destination, nor the old folder put back there",
             file=str(target),
-            found=f"{found}; what was there before is now {aside}",
+            found=f"{reason}; what was there before is now {aside}",
             remedy=f"put it back yourself: mv {shlex.quote(str(aside))} {shlex.quote(str(target))}",
         )
     if target.exists():
@@ -399,7 +399,7 @@ def _unpublished(error: OSError, target: Path, aside: Path, *, is_new: bool) -> 
             "the output cannot take the place of the old folder",
             file=str(target),
             rule="the old folder is moved aside by a rename, which failed",
-            found=found,
+            found=reason,
             remedy="move it elsewhere yourself, or convert to a folder on another file system",
         )
     return ReshardError(
@@ -407,7 +407,7 @@ def _unpublished(error: OSError, target: Path, aside: Path, *, is_new: bool) -> 
         "the output cannot be renamed to the destination",
         file=str(target),
         rule="the output is written next to the destination and then renamed",
-        found=found,
+        found=reason,
         remedy="convert to a folder on another file system",
     )
 
