@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from contextlib import suppress
@@ -10,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from reshard.base.errors import ReshardError
+from reshard.base.errors import UNUSABLE, ReshardError
 from reshard.transfer import journal as journal_module
+from reshard.transfer.elements import Overflow
 from reshard.transfer.journal import RESERVED_BYTES, Journal, OutputIdentity
 from reshard.transfer.leftovers import recover, remove_unfinished, unfinished
 from reshard.transfer.sink import allocate
 from reshard.transfer.staging import staged
-from reshard.transfer.written_file import WrittenFile
+from reshard.transfer.written_file import BegunBlock, WrittenFile
 from tests.staging import LEFT, names, write
 
 ONE, OTHER = OutputIdentity("1", "a", "x"), OutputIdentity("1", "a", "y")
@@ -211,3 +213,27 @@ def test_unfinished_runs_are_removed_by_age_and_never_of_one_that_lives(tmp_path
     assert not unfinished(tmp_path / "dst")[0].live
     assert [each.folder for each in remove_unfinished(tmp_path / "dst", 50)] == [left.folder]
     assert names(tmp_path) == set() and remove_unfinished(tmp_path / "dst", 0) == []
+
+
+def test_a_record_of_a_file_is_the_same_when_it_was_stored() -> None:
+    overflow = Overflow(2, 7e4, "float16")
+    written = WrittenFile(
+        finished=12,
+        batches={0, 1, 2, 7},
+        begun={3: BegunBlock(12, 16, 5, True, overflow), 4: BegunBlock(20, 21, 0, False)},
+        late=[(3, b"\x00\xff\x01\x02")],
+        nonfinite={"a", "b"},
+        overflowed={("a", 8): overflow},
+    )
+    again = WrittenFile.of_entry(json.loads(json.dumps(written.as_entry())))
+    assert again == written and again.nbytes == 17 and not again.is_whole
+    again.add(WrittenFile(finished=9, batches={3}))
+    assert again.nbytes == 22 and again.begun.keys() == {4}
+    whole = WrittenFile(22, modified=1, digest="0f", elsewhere="etag")
+    assert WrittenFile.of_entry(json.loads(json.dumps(whole.as_entry()))) == whole
+
+
+@pytest.mark.parametrize("batches", [[[0, 1 << 40]], [["0", 1]], [[0]], 3])
+def test_batches_that_no_file_has_are_refused(batches: object) -> None:
+    with pytest.raises(UNUSABLE):
+        WrittenFile.of_entry({**WrittenFile().as_entry(), "batches": batches})
