@@ -107,10 +107,10 @@ def test_optimizer_states_are_read_under_the_names_of_their_tensors(
     kind: str, saved: Callable[[str], Path]
 ) -> None:
     checkpoint = reshard.open(saved(kind)).checkpoint
-    assert checkpoint.states.keys() == {"exp_avg", "exp_avg_sq"}
-    assert checkpoint.optimizer and checkpoint.optimizer.step == 1
-    assert checkpoint.optimizer.settings["betas"] == (0.9, 0.999)
-    for states in checkpoint.states.values():
+    assert checkpoint.optimizer.states.keys() == {"exp_avg", "exp_avg_sq"}
+    assert checkpoint.optimizer.adam and checkpoint.optimizer.adam.step == 1
+    assert checkpoint.optimizer.adam.settings["betas"] == (0.9, 0.999)
+    for states in checkpoint.optimizer.states.values():
         assert {name: state.shape for name, state in states.items()} == {
             name: tensor.shape for name, tensor in checkpoint.tensors.items()
         }
@@ -124,7 +124,7 @@ def test_optimizer_states_are_those_that_torch_reads(saved: Callable[[str], Path
         theirs = as_torch_reads(saved(kind) / folder)
         states = theirs["optim" if kind == "fsdp2-tp" else "optimizer"]["state"]
         for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.3.mlp.down_proj.weight"):
-            ours = values(checkpoint.states["exp_avg"][name])
+            ours = values(checkpoint.optimizer.states["exp_avg"][name])
             assert np.array_equal(ours, states[name]["exp_avg"].numpy()) and ours.any()
 
 

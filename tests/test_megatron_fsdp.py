@@ -185,7 +185,7 @@ def test_states_without_groups_are_left_out(copy: Callable[[str], Path]) -> None
     source = copy("qwen3")
     without(source / STEP, lambda key: "param_to_group_meta" in key)
     checkpoint = reshard.open(source).checkpoint
-    assert checkpoint.optimizer is None
+    assert checkpoint.optimizer.adam is None
     assert any("no parameter groups that count their steps" in note for note in checkpoint.notes)
     words = (
         "convert",
@@ -276,9 +276,13 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     ours = convert(DATA / "qwen3", tmp_path / "ours", to="megatron-fsdp", with_optimizer=True)
     assert reshard.verify(DATA / "qwen3", ours).equal
     once, again = (reshard.open(each).checkpoint for each in (DATA / "qwen3", ours))
-    assert once.optimizer and again.optimizer and again.optimizer.step == once.optimizer.step == 2
-    assert once.optimizer.settings == again.optimizer.settings != {}
-    assert once.tensors.keys() == again.tensors.keys() and once.states.keys() == again.states.keys()
+    first, second = once.optimizer.adam, again.optimizer.adam
+    assert first and second and first.step == second.step == 2
+    assert first.settings == second.settings != {}
+    assert (
+        once.tensors.keys() == again.tensors.keys()
+        and once.optimizer.states.keys() == again.optimizer.states.keys()
+    )
     written, layer = (
         read_metadata(ours / STEP / ".metadata", Sources()).tensors,
         "model.module.decoder.layers.0",

@@ -67,7 +67,7 @@ def test_nemo_1_with_a_base(base: Path, tmp_path: Path) -> None:
 def test_states_are_found_below_the_prefix(base: Path, tmp_path: Path) -> None:
     source = nemo2(base, tmp_path / "run", optimizer=True)
     reshard.convert(source, tmp_path / "out", to="dcp", with_optimizer=True)
-    states = reshard.open(tmp_path / "out").checkpoint.states["exp_avg_sq"]
+    states = reshard.open(tmp_path / "out").checkpoint.optimizer.states["exp_avg_sq"]
     assert states.keys() == tensors_of(base).keys()
 
 

@@ -30,7 +30,8 @@ from reshard.cluster.part_worker import identity_of
 from reshard.folders.companions import FILES_KEY, RECORD
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import MASTER_STATE, CheckpointKind
+from reshard.formats.contract import CheckpointKind
+from reshard.formats.optimizer import MASTER_STATE
 from reshard.formats.options import ConversionOptions
 from reshard.model.dequantization import UNUSED_SCALES
 from reshard.model.vocabulary import PADDING
@@ -294,7 +295,7 @@ class _Held:
     def _states(self) -> Iterator[tuple[str, Tensor]]:
         """Optimizer states, if any are used."""
         if "optimizer" in self._plan.facts or REPLACED in self._plan.dropped:
-            for state, tensors in self._checkpoint.states.items():
+            for state, tensors in self._checkpoint.optimizer.states.items():
                 first = next(iter(tensors.values()), None)
                 if first and any(each in self._usage.stored for each in storages_of(first.view)):
                     yield from ((f"{name} ({state})", tensor) for name, tensor in tensors.items())
@@ -408,7 +409,7 @@ class _Held:
     def _rule(self, name: str) -> str | None:
         """The rule that drops this complete tensor, if there is one."""
         checkpoint, dropped = self._checkpoint, self._plan.dropped
-        if REPLACED in dropped and name in checkpoint.states.get(MASTER_STATE, {}):
+        if REPLACED in dropped and name in checkpoint.optimizer.states.get(MASTER_STATE, {}):
             return REPLACED
         quantization = checkpoint.quantization
         return (

@@ -293,7 +293,7 @@ def _other_ranks(checkpoint: Checkpoint, path: Path) -> list[str]:
         "--dp",
         "N",
     ]
-    states = ["--with-optimizer"] if checkpoint.optimizer else []
+    states = ["--with-optimizer"] if checkpoint.optimizer.adam else []
     return [f"a run resumes from it on as many ranks only; for N ranks: {shlex.join([*command, *states])}"]
 
 

@@ -255,7 +255,7 @@ _TRAINER = re.compile(r"scheduler\.pt$|rng_state\S*\.pth$|training_args\.bin$")
 def _missing(folder: Path, checkpoint: Checkpoint) -> Iterator[str]:
     """What resuming needs besides weights."""
     named = [each.name for each in _inside(folder)]
-    stored = checkpoint.states or checkpoint.dropped.get("optimizer states")
+    stored = checkpoint.optimizer.states or checkpoint.dropped.get("optimizer states")
     if not stored and not any(map(_OPTIMIZER.search, named)):
         yield from _without_optimizer(folder)
     of_trainer = checkpoint.format in (huggingface.NAME, peft.NAME) or any(map(_TRAINER.match, named))

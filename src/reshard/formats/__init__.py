@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,9 @@ from reshard.formats import (
     tables,
     weight_files,
 )
-from reshard.formats.checkpoint import Checkpoint, OptimizerStates
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import Format, Target
+from reshard.formats.optimizer import OptimizerStates, States
 from reshard.stores import checkpoint_names
 from reshard.transfer.memory_budget import uncollected
 from reshard.transfer.source_files import Sources
@@ -222,8 +222,8 @@ def open_checkpoint(
             root=root,
             beside=beside,
             tensors=tensors,
-            states=OptimizerStates(
-                {kind: partial(_state, found.states, kind, strip, folder) for kind in found.states}
+            optimizer=replace(
+                found.optimizer, states=_stripped_states(found.optimizer.states, strip, folder)
             ),
             problems=[*found.problems, *state_dict_names.wrapper_problems(tensors, str(folder))],
             notes=[*told, *found.notes, *linked, *_other_weights(found.format, folder)],
@@ -321,8 +321,9 @@ def _recognized(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     return replace(checkpoint, quantization=found, problems=[*checkpoint.problems, *lacking])
 
 
-def _state(
-    states: Mapping[str, Mapping[str, Tensor]], kind: str, strip: tuple[str, ...], folder: Path
-) -> dict[str, Tensor]:
-    with understood(folder):
-        return state_dict_names.all_stripped(states[kind], strip, str(folder))
+def _stripped_states(states: States, strip: tuple[str, ...], folder: Path) -> OptimizerStates:
+    def read(state: str) -> Mapping[str, Tensor]:
+        with understood(folder):
+            return state_dict_names.all_stripped(states[state], strip, str(folder))
+
+    return OptimizerStates(states, read)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,59 +13,9 @@ from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import Problem, count, size
 from reshard.families.dialect import HUB, MEGATRON, Dialect
 from reshard.folders.iterations import Iteration
+from reshard.formats.optimizer import OptimizerContents
 from reshard.formats.quantization import Quantization
 from reshard.transfer.source_files import Sources
-
-
-class OptimizerStates(Mapping[str, Mapping[str, Tensor]]):
-    """Optimizer states by name, each looked up on first use: they have three times the chunks of the weights."""
-
-    def __init__(self, readers: Mapping[str, Callable[[], Mapping[str, Tensor]]]) -> None:
-        self._readers = readers
-        self._found: dict[str, Mapping[str, Tensor]] = {}
-
-    def __getitem__(self, state: str) -> Mapping[str, Tensor]:
-        if state not in self._found:
-            self._found[state] = self._readers[state]()
-        return self._found[state]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """What an Adam optimizer stores besides the states of its tensors.
-
-    `step` counts its updates. `settings` are those of its first parameter group under torch's names ("lr", "betas",
-    "eps", "weight_decay"). `native` is the format's own form, for a target of the same format.
-    """
-
-    step: int | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    native: Mapping[str, Any] = field(default_factory=dict)
-
-
-SETTINGS = ("lr", "betas", "eps", "weight_decay")
-
-
-def settings_of(group: Any) -> dict[str, Any]:
-    """Adam's settings in a parameter group, if they are numbers: a schedule may have put tensors there."""
-    found = {key: group[key] for key in SETTINGS if isinstance(group, Mapping) and key in group}
-    return {key: value for key, value in found.items() if _is_number(value, pairs=key == "betas")}
-
-
-def _is_number(value: Any, *, pairs: bool) -> bool:
-    if pairs:
-        return (
-            isinstance(value, tuple | list)
-            and len(value) == 2
-            and all(type(n) in (int, float) for n in value)
-        )
-    return type(value) in (int, float)
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,14 +52,8 @@ class Checkpoint:
     beside : tuple of Path
         Folders whose tokenizer takes precedence over the one in `root`: that of an adapter, or of a Megatron-Bridge
         iteration.
-    states : mapping
-        Optimizer states ("exp_avg", "exp_avg_sq", and "fp32" for the masters), each a mapping from names to tensors.
-    optimizer : Optimizer, optional
-        What the optimizer stores besides these states.
-    proof : callable, optional
-        The comparisons that prove which states belong to which weights, made if states are used.
-    ordered_states : bool
-        Whether states have no names, but an order, which takes a proof: they are then used on request only.
+    optimizer : OptimizerContents
+        The states of its optimizer, with step and settings.
     dropped : Counter
         Bytes that are not model weights, by rule ("random number states" …). States count as "optimizer states".
     replicas : list of Replica
@@ -147,10 +91,7 @@ class Checkpoint:
     recorded: Mapping[str, Any] | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[Path, ...] = ()
-    states: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    optimizer: Optimizer | None = None
-    proof: Callable[[], list[Replica]] | None = None
-    ordered_states: bool = False
+    optimizer: OptimizerContents = field(default_factory=OptimizerContents)
     dropped: Counter[str] = field(default_factory=Counter)
     replicas: list[Replica] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)

@@ -23,7 +23,8 @@ from reshard.families.family import MCORE
 from reshard.families.renaming import Renaming
 from reshard.families.sized_family import Model
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint, Optimizer
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.optimizer import MOMENTS, Adam
 from reshard.formats.options import ConversionOptions
 from reshard.transfer.memory_budget import NO_NEED, MemoryNeed
 from reshard.transfer.plan import OutputCommand, OutputFile, Planned
@@ -33,8 +34,6 @@ HUB, LIVE = "hf", "live"
 """The Hub's names, and those in the memory of transformers; all others are a format's own, or dialects of families."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-MOMENTS = ("exp_avg", "exp_avg_sq")
-MASTER_STATE = "fp32"
 
 KEEPS_ITS_DTYPE = ("e_score_correction_bias", "expert_bias")
 """Router biases are fp32 whatever the model's dtype: transformers and Megatron-Core both keep them so."""
@@ -72,7 +71,7 @@ class Request:
     model: Model | None
     config: Mapping[str, Any]
     iteration: Iteration | None = None
-    optimizer: Optimizer | None = None
+    optimizer: Adam | None = None
     tensors: Sequence[Planned] = ()
     states: PlannedStates = field(default_factory=dict)
     adapter: Mapping[str, Any] | None = None

@@ -6,7 +6,7 @@ there: what an engine calls otherwise would be initialized at random by whoever 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,7 +19,7 @@ from reshard.families import Family, live_names
 from reshard.families.binding import Binding
 from reshard.families.outer_model import OuterModel
 from reshard.formats import huggingface
-from reshard.formats.checkpoint import Checkpoint, OptimizerStates
+from reshard.formats.checkpoint import Checkpoint
 from reshard.model import memory_names
 
 Shapes = dict[str, tuple[int, ...]]
@@ -91,11 +91,11 @@ class CarriedParts:
         """The same with the tensors of parts that other releases of the engine spell otherwise under today's names."""
         checkpoint = self.checkpoint
         change = partial(self._todays, within)
-        states = {kind: partial(_changed, checkpoint.states, kind, change) for kind in checkpoint.states}
         tensors = change(checkpoint.tensors)
         if tensors.keys() == checkpoint.tensors.keys():
             return self
-        return replace(self, checkpoint=replace(checkpoint, tensors=tensors, states=OptimizerStates(states)))
+        optimizer = checkpoint.optimizer.changed(change)
+        return replace(self, checkpoint=replace(checkpoint, tensors=tensors, optimizer=optimizer))
 
     def _todays(self, within: OuterModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         hub = self._hub_tensors(within, tensors)
@@ -136,14 +136,6 @@ class CarriedParts:
             if carried.get(name) != theirs.get(name)
         ]
         return one_for_all(found, names, str(self.checkpoint.path))
-
-
-def _changed(
-    states: Mapping[str, Mapping[str, Tensor]],
-    kind: str,
-    change: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
-) -> dict[str, Tensor]:
-    return change(states[kind])
 
 
 def _hub_shapes(within: OuterModel, checkpoint: Checkpoint) -> Shapes:

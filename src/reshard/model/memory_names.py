@@ -17,7 +17,7 @@ from reshard.algebra.views import View, assemble
 from reshard.base.errors import Problem, ReshardError
 from reshard.families.transformers_5 import ExpertNames, MemoryNames
 from reshard.formats import apply_renamings
-from reshard.formats.checkpoint import Checkpoint, OptimizerStates
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.unique_names import under_new_names
 from reshard.formats.weight_operations import experts_differ, experts_missing
 from reshard.transfer.plan import Planned
@@ -36,12 +36,8 @@ def under_hub_names(checkpoint: Checkpoint, live: MemoryNames | None) -> Checkpo
     """
     if live is None or not checkpoint.has_hub_names or checkpoint.quantization:
         return checkpoint
-    states = {kind: partial(_state, checkpoint.states, kind, live) for kind in checkpoint.states}
-    return replace(checkpoint, tensors=hub_tensors(checkpoint.tensors, live), states=OptimizerStates(states))
-
-
-def _state(states: Mapping[str, Mapping[str, Tensor]], kind: str, live: MemoryNames) -> dict[str, Tensor]:
-    return hub_tensors(states[kind], live)
+    optimizer = checkpoint.optimizer.changed(lambda tensors: hub_tensors(tensors, live))
+    return replace(checkpoint, tensors=hub_tensors(checkpoint.tensors, live), optimizer=optimizer)
 
 
 def hub_tensors(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ def lost_padding(
     if not dialect.padded or rows <= 0:
         return Counter()
     tables = dialect.embeddings if model.dims.tied else (*dialect.embeddings, dialect.head)
-    held = [checkpoint.tensors, *(checkpoint.states.values() if with_states else ())]
+    held = [checkpoint.tensors, *(checkpoint.optimizer.states.values() if with_states else ())]
     width = sum(tensors[name].dtype.itemsize for tensors in held for name in tables if name in tensors)
     return Counter({PADDING: rows * width * model.dims.hidden})
 

@@ -21,6 +21,7 @@ from reshard.folders.companions import find_companions
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import KEEPS_ITS_DTYPE, CheckpointKind
+from reshard.formats.optimizer import OptimizerContents
 from reshard.formats.options import AverageOf, ConversionOptions
 from reshard.model.averaged_tensor import AveragedTensor
 from reshard.model.find_config import config_of, read_config
@@ -79,9 +80,7 @@ def averaged_source(
         iteration=None,
         config=own.config,
         changes={"vocab_size": model.text["vocab_size"]} if model else {},
-        states={},
-        optimizer=None,
-        proof=None,
+        optimizer=OptimizerContents(),
         flat=False,
         quantization=None,
         is_part=False,

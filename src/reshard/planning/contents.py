@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from reshard.algebra.tensors import Replica
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import MASTER_STATE, CheckpointKind, PlannedStates, Request, main_dtype
+from reshard.formats.contract import CheckpointKind, PlannedStates, Request, main_dtype
+from reshard.formats.optimizer import MASTER_STATE
 from reshard.formats.quantization import UNTOLD, settings_of
 from reshard.model.logical_tensors import LogicalTensors, logical_tensors
 from reshard.model.quantizer import quantized
@@ -90,7 +91,7 @@ def _wanted_dtype(source: PreparedSource) -> str | None:
 def _with_masters(source: PreparedSource) -> Checkpoint:
     """The checkpoint, with its masters as weights where the output is to be in their dtype."""
     checkpoint, only = source.resolved.checkpoint, source.target.dtypes.only
-    if source.options.with_optimizer or (only and not checkpoint.ordered_states):
+    if source.options.with_optimizer or (only and not checkpoint.optimizer.is_ordered):
         return optimizer_tensors.with_masters(checkpoint, _wanted_dtype(source))
     return checkpoint
 
@@ -115,16 +116,16 @@ def _with_shared_rows(
 
 def _replicas(logical: LogicalTensors, dropped: Counter[str], with_optimizer: bool) -> list[Replica]:
     """What is stored more than once, and what proves which states belong to which weights, if they are used."""
-    proof = logical.checkpoint.proof
     uses_states = with_optimizer or optimizer_tensors.REPLACED in dropped
-    return [*logical.replicas, *(proof() if proof and uses_states else ())]
+    return [*logical.replicas, *(logical.checkpoint.optimizer.proof() if uses_states else ())]
 
 
 def _notes(source: PreparedSource, logical: LogicalTensors, types: OutputTypes) -> list[str]:
     """What users should know of states and dtypes."""
     options, target, checkpoint = source.options, source.target, logical.checkpoint
     notes = []
-    if options.with_optimizer and MASTER_STATE in checkpoint.states and MASTER_STATE not in target.states:
+    states = checkpoint.optimizer.states
+    if options.with_optimizer and MASTER_STATE in states and MASTER_STATE not in target.states:
         notes.append("the fp32 masters are optimizer states too; --dtype float32 makes them the weights")
     if checkpoint.quantization and not (
         checkpoint.quantization.settings or settings_of(source.resolved.config)

@@ -18,6 +18,7 @@ from reshard.families import declared
 from reshard.families.dialect import HUB
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.optimizer import OptimizerContents
 from reshard.formats.options import ConversionOptions
 from reshard.model.dequantization import dequantized
 from reshard.model.described_checkpoint import describe
@@ -73,8 +74,7 @@ def merged_source(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[C
             config=of_base.config or checkpoint.config,
             changes=changes,
             beside=(checkpoint.root,),
-            states={},
-            optimizer=None,
+            optimizer=OptimizerContents(),
             dropped=+(Counter({**origin.dropped, **checkpoint.dropped}) + dropped),
             replicas=[*checkpoint.replicas, *of_base.replicas],
             notes=[*checkpoint.notes, *of_base.notes, *(base.notes if base else []), *notes],

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import partial
 
 from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.formats import written
-from reshard.formats.checkpoint import Checkpoint, OptimizerStates
-from reshard.formats.contract import MASTER_STATE, MOMENTS, Format
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import Format
+from reshard.formats.optimizer import MASTER_STATE
 from reshard.model.logical_tensors import LogicalTensor, LogicalTensors
 from reshard.planning.target_tensors import OutputTypes, sources_of
 
@@ -34,7 +34,7 @@ def refuse_unable(checkpoint: Checkpoint, format: Format) -> None:
             found=f"--to {format.name}",
             remedy=leave_out,
         )
-    if not checkpoint.optimizer or not checkpoint.states.keys() >= {*MOMENTS}:
+    if not checkpoint.optimizer.is_complete:
         raise ReshardError(
             "optimizer-states-missing",
             "the checkpoint contains no optimizer states that can be converted",
@@ -49,27 +49,18 @@ def refuse_unable(checkpoint: Checkpoint, format: Format) -> None:
 
 def with_masters(checkpoint: Checkpoint, dtype: str | None) -> Checkpoint:
     """The checkpoint with its masters as weights, if the output is in float32: it then needs no separate masters."""
-    if OutputTypes(dtype).wanted != FLOAT32 or MASTER_STATE not in checkpoint.states:
+    if OutputTypes(dtype).wanted != FLOAT32 or MASTER_STATE not in checkpoint.optimizer.states:
         return checkpoint
-    masters = checkpoint.states[MASTER_STATE]
-    others = {state: partial(checkpoint.states.__getitem__, state) for state in checkpoint.states}
-    del others[MASTER_STATE]
+    masters = checkpoint.optimizer.states[MASTER_STATE]
     replaced = sum(checkpoint.tensors[name].nbytes for name in masters if name in checkpoint.tensors)
     return replace(
         checkpoint,
         tensors={**checkpoint.tensors, **masters},
-        states=OptimizerStates(others),
+        optimizer=checkpoint.optimizer.without(MASTER_STATE),
         dropped=Counter(checkpoint.dropped)
         - carried(checkpoint, [MASTER_STATE])
         + Counter({REPLACED: replaced}),
     )
-
-
-def _carried(checkpoint: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
-    """The supported states: those of Adam, and masters. Others (of AMSGrad, for example) are dropped."""
-    return {
-        state: checkpoint.states[state] for state in (*MOMENTS, MASTER_STATE) if state in checkpoint.states
-    }
 
 
 def logical_states(weights: LogicalTensors) -> dict[str, LogicalTensors]:
@@ -79,7 +70,7 @@ def logical_states(weights: LogicalTensors) -> dict[str, LogicalTensors]:
     listing every state without a tensor, or with a shape that differs from its tensor's.
     """
     checkpoint = weights.checkpoint
-    states = _carried(checkpoint)
+    states = checkpoint.optimizer.supported_states
     problems = [each for state, tensors in states.items() for each in _misfits(state, tensors, checkpoint)]
     if problems:
         raise ReshardError(problems)
@@ -121,7 +112,7 @@ def _of_state(weights: LogicalTensors, tensors: Mapping[str, Tensor], *, is_mast
 
 def carried(checkpoint: Checkpoint, states: Collection[str]) -> Counter[str]:
     """The bytes of states that are not dropped, because they are converted."""
-    held = _carried(checkpoint)
+    held = checkpoint.optimizer.supported_states
     converted = (held[state] for state in held.keys() & set(states))
     return Counter(
         {OPTIMIZER_STATES: sum(tensor.nbytes for tensors in converted for tensor in tensors.values())}

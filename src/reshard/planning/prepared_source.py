@@ -41,7 +41,7 @@ class PreparedSource:
             model.padded(model.dims.vocab) if model else None,
             self.resolved.config,
             checkpoint.iteration,
-            checkpoint.optimizer,
+            checkpoint.optimizer.adam,
             engine=checkpoint.engine if checkpoint.has_megatron_names else None,
             native=checkpoint.native,
         )

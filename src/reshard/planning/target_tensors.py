@@ -17,12 +17,12 @@ from reshard.families.transformers_5 import MemoryNames
 from reshard.formats.contract import (
     HUB,
     KEEPS_ITS_DTYPE,
-    MASTER_STATE,
     ROUTER_WEIGHT,
     Naming,
     PlannedStates,
     Request,
 )
+from reshard.formats.optimizer import MASTER_STATE
 from reshard.model import memory_names
 from reshard.model.logical_tensors import LogicalTensor, LogicalTensors
 from reshard.transfer.elements import castable

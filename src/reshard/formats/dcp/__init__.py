@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from reshard.formats.contract import LIVE, MOMENTS, Format, Naming, Target
+from reshard.formats.contract import LIVE, Format, Naming, Target
 from reshard.formats.dcp.folder import NAME, DcpWriting, detect, open_checkpoint
+from reshard.formats.optimizer import MOMENTS
 
 FORMAT = Format(
     NAME,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -28,12 +27,13 @@ from reshard.containers.torchfiles.read import ChunkReader
 from reshard.families.dialect import HUB
 from reshard.families.dialects.torchtitan import TORCHTITAN
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint, OptimizerStates
-from reshard.formats.contract import MOMENTS, Writing, stateless
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import Writing, stateless
 from reshard.formats.copied_files import CopyFinder, explained
 from reshard.formats.dcp import olmo_core, torchtitan
 from reshard.formats.dcp.optimizer_states import OPTIMIZER_KEY as OPTIMIZER_NEST
 from reshard.formats.dcp.optimizer_states import DcpOptimizer, read_optimizer, step_tensor
+from reshard.formats.optimizer import MOMENTS, OptimizerContents, OptimizerStates
 from reshard.formats.state_dict_names import prefix_of
 from reshard.transfer.plan import OutputFile
 from reshard.transfer.source_files import Sources
@@ -116,8 +116,10 @@ def _open(path: Path, sources: Sources, step: int | None) -> Checkpoint:
         tensors=tensors,
         root=path,
         iteration=step,
-        states=_states(parts.optimizer | (beside.tensors if beside else {}), weights, sources),
-        optimizer=read_optimizer(beside or metadata, sources),
+        optimizer=OptimizerContents(
+            _states(parts.optimizer | (beside.tensors if beside else {}), weights, sources),
+            read_optimizer(beside or metadata, sources),
+        ),
         dropped=parts.dropped,
         replicas=again,
         problems=reader.copies.problems(),
@@ -349,10 +351,10 @@ def _states(
             continue
         if tensor.shape == weights[name].shape or (tensor.shape and match["kind"] in MOMENTS):
             kinds[match["kind"]][name] = tensor
-    return OptimizerStates({kind: partial(_read_states, found, sources) for kind, found in kinds.items()})
+    return OptimizerStates(kinds, lambda kind: _read_state(kinds[kind], sources))
 
 
-def _read_states(found: Mapping[str, DcpTensor], sources: Sources) -> dict[str, Tensor]:
+def _read_state(found: Mapping[str, DcpTensor], sources: Sources) -> dict[str, Tensor]:
     reader = _ChunkAssembler(found.values(), sources)
     tensors = {name: reader.tensor(name, tensor) for name, tensor in found.items()}
     reader.finish()

@@ -17,7 +17,7 @@ from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, one_for_all, said
 from reshard.folders.companions import CONFIG, read_object
-from reshard.formats.checkpoint import Checkpoint, OptimizerStates
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp.olmo_core_config import OlmoModel
 
 EMBEDDING, HEAD = "embeddings.weight", "lm_head.w_out.weight"
@@ -76,9 +76,7 @@ def in_its_dialect(checkpoint: Checkpoint) -> Checkpoint | None:
         tensors=_respelled(model, checkpoint.tensors),
         config=config,
         changes=config,  # a base may be of another size, and only have the same tokenizer
-        states=OptimizerStates(
-            {kind: partial(_states, model, checkpoint, kind) for kind in checkpoint.states}
-        ),
+        optimizer=checkpoint.optimizer.changed(partial(_respelled, model)),
         notes=[*checkpoint.notes, *model.notes()],
     )
 
@@ -97,10 +95,6 @@ def _config_of(checkpoint: Checkpoint) -> tuple[Path, Mapping[str, Any]]:
         expected="config.json beside the folder of the weights, with a model in it",
         remedy="copy config.json of the step (step<N>/config.json) there, and pass the folder of the step",
     )
-
-
-def _states(model: OlmoModel, checkpoint: Checkpoint, kind: str) -> Mapping[str, Tensor]:
-    return _respelled(model, checkpoint.states[kind])
 
 
 def _respelled(model: OlmoModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from reshard.base.errors import UNUSABLE
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor
 from reshard.containers.torchfiles.read import ChunkReader, read_torch_file, scalar
 from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
-from reshard.formats.checkpoint import Optimizer, settings_of
+from reshard.formats.optimizer import Adam, settings_of
 from reshard.transfer.plan import Planned
 from reshard.transfer.source_files import Sources
 
@@ -41,7 +41,7 @@ _FLAGS = {
 """Other settings in the groups of torch's AdamW that other engines do not have, with their defaults."""
 
 
-def read_optimizer(metadata: DcpMetadata, sources: Sources) -> Optimizer | None:
+def read_optimizer(metadata: DcpMetadata, sources: Sources) -> Adam | None:
     """The step, and the first settings found; None if the folder has no optimizer that counts its steps."""
     steps = [tensor for key, tensor in metadata.tensors.items() if _STEP.fullmatch(key) and tensor.chunks]
     if not steps:
@@ -51,7 +51,7 @@ def read_optimizer(metadata: DcpMetadata, sources: Sources) -> Optimizer | None:
         match = _SETTING.fullmatch(key)
         if match and match[1] not in settings:
             settings[match[1]] = read_torch_file(chunk.file, sources, chunk.offset, chunk.length)
-    return Optimizer(_value(steps[0], sources), settings_of(settings))
+    return Adam(_value(steps[0], sources), settings_of(settings))
 
 
 def _value(tensor: DcpTensor, sources: Sources) -> int | None:
@@ -70,7 +70,7 @@ class DcpOptimizer:
     """An optimizer to write: Adam's `states` by kind and name, and its settings."""
 
     states: Mapping[str, Mapping[str, Planned]] = field(default_factory=dict)
-    optimizer: Optimizer = field(default_factory=Optimizer)
+    adam: Adam = field(default_factory=Adam)
 
     def tensors(self) -> Iterator[tuple[str, Planned]]:
         """Each state with its key below `OPTIMIZER_KEY`."""
@@ -85,11 +85,11 @@ class DcpOptimizer:
     def step(self) -> bytes:
         """A torch.save file with the step, a scalar in float32."""
         image = layout_torch_file(NewTensor("step", _FLOAT32, ()))
-        return image_bytes(image, {"step": struct.pack("<f", self.optimizer.step or 0)})
+        return image_bytes(image, {"step": struct.pack("<f", self.adam.step or 0)})
 
     def settings(self) -> dict[str, bytes]:
         """The settings of every parameter, each as a torch.save file."""
-        known = {**_DEFAULTS, **self.optimizer.settings, **_FLAGS}
+        known = {**_DEFAULTS, **self.adam.settings, **_FLAGS}
         return {key: image_bytes(layout_torch_file(value)) for key, value in known.items()}
 
     def without_decay(self) -> bytes:

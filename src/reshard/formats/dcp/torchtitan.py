@@ -62,7 +62,7 @@ def in_its_dialect(checkpoint: Checkpoint) -> Checkpoint | None:
         checkpoint,
         dialect=TORCHTITAN,
         tensors=tensors,
-        states={},
+        optimizer=replace(checkpoint.optimizer, states={}),
         dropped=dropped,
         notes=notes,
         is_part=True,

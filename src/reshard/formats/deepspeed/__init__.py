@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from reshard.formats.contract import LIVE, MOMENTS, Format, Naming, StoredDtypes, Target
+from reshard.formats.contract import LIVE, Format, Naming, StoredDtypes, Target
 from reshard.formats.deepspeed.folder import NAME, detect, open_checkpoint
 from reshard.formats.deepspeed.universal import UniversalWriting
+from reshard.formats.optimizer import MOMENTS
 
 FORMAT = Format(
     NAME,

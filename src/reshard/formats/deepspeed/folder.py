@@ -17,10 +17,10 @@ from reshard.base.errors import ReshardError
 from reshard.families.dialect import HUB
 from reshard.folders.allowed_paths import folders_in, is_here
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint, OptimizerStates
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.deepspeed.step_files import holds_step, is_universal, read_step
 from reshard.formats.deepspeed.universal import read_universal
-from reshard.formats.deepspeed.zero import StepContent, read_weights
+from reshard.formats.deepspeed.zero import read_weights
 from reshard.formats.state_dict_names import prefix_of, without_buffers
 from reshard.formats.unique_names import under_new_names
 from reshard.stores import open_file
@@ -79,8 +79,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         tensors=_without(prefix, weights.tensors),
         root=_root(folder),
         iteration=_number(folder.resolve().name),
-        states=OptimizerStates({kind: partial(_state, prefix, weights, kind) for kind in weights.states}),
-        optimizer=weights.optimizer,
+        optimizer=weights.optimizer.changed(partial(_without, prefix)),
         dropped=+weights.dropped,
         replicas=[each._replace(tensor=each.tensor.removeprefix(prefix)) for each in weights.replicas],
         notes=weights.notes,
@@ -90,10 +89,6 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return under_new_names((name, name.removeprefix(prefix), tensor) for name, tensor in tensors.items())
-
-
-def _state(prefix: str, weights: StepContent, kind: str) -> dict[str, Tensor]:
-    return _without(prefix, weights.states[kind])
 
 
 def _root(folder: Path) -> Path:

@@ -24,21 +24,21 @@ from reshard.containers.file_names import below
 from reshard.containers.torchfiles.pickles import Global, Reduce
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
-from reshard.formats.checkpoint import Optimizer, OptimizerStates
-from reshard.formats.contract import KEEPS_ITS_DTYPE, MOMENTS, PlannedStates, Writing
+from reshard.formats.contract import KEEPS_ITS_DTYPE, PlannedStates, Writing
 from reshard.formats.deepspeed.step_files import COPY_AGAIN, LoadedFile, StepFiles, read_models
 from reshard.formats.deepspeed.zero import (
     FP32,
     MASTER_COPIES,
     Shapes,
     StepContent,
+    adam_of,
     frozen_weights,
     master_notes,
-    optimizer_of,
     roundings,
     shapes_of,
     share,
 )
+from reshard.formats.optimizer import MOMENTS, Adam, OptimizerContents, OptimizerStates
 from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.source_files import Sources
 
@@ -64,15 +64,15 @@ def read_universal(folder: Path, sources: Sources) -> StepContent:
     copies = sum(tensor.nbytes for name, tensor in beside.items() if name in shapes)
     return StepContent(
         tensors,
-        OptimizerStates(
-            {kind: partial(_tensors, folder, sources, kind, shapes, found) for kind, found in states.items()}
+        OptimizerContents(
+            OptimizerStates(states, lambda kind: _tensors(folder, sources, kind, shapes, states[kind])),
+            _adam(folder, sources, models) if states and models else None,
         ),
         roundings(
             beside, {name: tensors[name] for name in shapes}, models[0], "universal-masters-differ", MIXED_UP
         )
         if models
         else [],
-        _optimizer(folder, sources, models) if states and models else None,
         +Counter({"optimizer states": left, MASTER_COPIES: copies}),
         master_notes(beside, tensors) if beside else [],
         "universal",
@@ -172,10 +172,10 @@ def _stored(path: Path, sources: Sources) -> tuple[StoredTensor, bool]:
     return stored, stored is content
 
 
-def _optimizer(folder: Path, sources: Sources, models: Mapping[int, LoadedFile]) -> Optimizer | None:
+def _adam(folder: Path, sources: Sources, models: Mapping[int, LoadedFile]) -> Adam:
     path = folder / "zero" / OPTIMIZER_STATE
     content = read_torch_file(path, sources) if path.is_file() else {}
-    return optimizer_of(LoadedFile(path, content if isinstance(content, Mapping) else {}), models[0])
+    return adam_of(LoadedFile(path, content if isinstance(content, Mapping) else {}), models[0])
 
 
 # ---------------------------------------------------------------------------------------------- writing
@@ -251,7 +251,7 @@ def _with_step(path: str, content: Any, step: bytes) -> OutputFile:
     return OutputFile.of_bytes(path, image_bytes(layout_torch_file(content), {"step": step}))
 
 
-def _optimizer_state(states: PlannedStates, optimizer: Optimizer | None) -> dict[str, Any]:
+def _optimizer_state(states: PlannedStates, optimizer: Adam | None) -> dict[str, Any]:
     """The part that all parameters share. Without states it has no settings either: the new run's config applies."""
     settings = dict(optimizer.settings) if optimizer and states else {}
     return {

@@ -24,8 +24,6 @@ from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import Piece, View
 from reshard.base.errors import Problem, ReshardError
 from reshard.containers.torchfiles.untrusted import stored_in, values_of
-from reshard.formats.checkpoint import Optimizer, OptimizerStates, settings_of
-from reshard.formats.contract import MOMENTS
 from reshard.formats.deepspeed.step_files import (
     COPY_AGAIN,
     UNIVERSAL_FIRST,
@@ -33,6 +31,7 @@ from reshard.formats.deepspeed.step_files import (
     StepFiles,
     zero_config,
 )
+from reshard.formats.optimizer import MOMENTS, Adam, OptimizerContents, OptimizerStates, settings_of
 from reshard.transfer.elements import castable
 
 FP32 = "fp32"
@@ -51,9 +50,8 @@ class StepContent:
     """The content of a step: its tensors, and data about them."""
 
     tensors: dict[str, Tensor]
-    states: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    optimizer: OptimizerContents = field(default_factory=OptimizerContents)
     replicas: list[Replica] = field(default_factory=list)
-    optimizer: Optimizer | None = None
     dropped: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     variant: str = ""
@@ -71,11 +69,11 @@ def read_weights(files: StepFiles) -> StepContent:
     share(tensors, files.model)
     _refuse_empty(files, tensors)
     kinds = [kind for kind in MOMENTS if all(_partitions(file, kind) for file in files.optimizers.values())]
+    adam = adam_of(files.optimizers[min(files.optimizers)], files.model) if kinds else None
     return StepContent(
         tensors,
-        OptimizerStates({kind: partial(gather, files, kind) for kind in kinds}),
+        OptimizerContents(OptimizerStates(kinds, partial(gather, files)), adam),
         roundings(module, masters, files.model),
-        optimizer_of(files.optimizers[min(files.optimizers)], files.model) if kinds else None,
         _left_behind(files, module, masters),
         master_notes(module, masters),
         f"ZeRO {files.stage}, {files.ranks} ranks",
@@ -173,14 +171,14 @@ def master_notes(module: Mapping[str, Tensor], masters: Mapping[str, Tensor]) ->
     ]
 
 
-def optimizer_of(file: LoadedFile, model: LoadedFile) -> Optimizer:
+def adam_of(file: LoadedFile, model: LoadedFile) -> Adam:
     """Adam's step count, and the settings of the first parameter group."""
     groups = next(values_of(file.content, "param_groups"), None)
     first = groups[0] if isinstance(groups, list) and groups else {}
     steps, skipped = (model.content.get(key) for key in ("global_steps", "skipped_steps"))
     if not isinstance(steps, int):
-        return Optimizer(None, settings_of(first))
-    return Optimizer(steps - skipped if isinstance(skipped, int) else steps, settings_of(first))
+        return Adam(None, settings_of(first))
+    return Adam(steps - skipped if isinstance(skipped, int) else steps, settings_of(first))
 
 
 def _left_behind(

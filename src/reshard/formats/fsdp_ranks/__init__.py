@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from reshard.formats.contract import LIVE, MOMENTS, Format, Naming, Ranks, Target
+from reshard.formats.contract import LIVE, Format, Naming, Ranks, Target
 from reshard.formats.fsdp_ranks.folder import NAME, detect, open_checkpoint
 from reshard.formats.fsdp_ranks.write import HUB_FOLDER, RanksWriting, fit
+from reshard.formats.optimizer import MOMENTS
 
 FORMAT = Format(
     NAME,

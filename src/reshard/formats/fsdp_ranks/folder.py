@@ -19,10 +19,11 @@ from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats import flat_parameters
-from reshard.formats.checkpoint import Checkpoint, Optimizer, OptimizerStates
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.fsdp_ranks.optimizer_states import OPTIMIZER, SavedFacts, find_optimizer
 from reshard.formats.fsdp_ranks.rank_files import RankFiles, check_names, choose, is_of_rank, saves
 from reshard.formats.fsdp_ranks.tensor_parts import FLAT, CollectedParts, Parts, find_parts, joined, writers
+from reshard.formats.optimizer import OptimizerContents
 from reshard.formats.state_dict_names import without_buffers
 from reshard.transfer.source_files import Sources
 
@@ -82,9 +83,7 @@ def _checkpoint(
         notes=notes,
         variant=", ".join(sorted({part.kind for pairs in parts.values() for _, part in pairs})),
         flat=bool(flats),
-        states=optimizer.states if optimizer else OptimizerStates({}),
-        optimizer=Optimizer(optimizer.step, optimizer.settings) if optimizer else None,
-        proof=optimizer.replicas if optimizer else None,
+        optimizer=optimizer.contents if optimizer else OptimizerContents(),
         native=SavedFacts(found.mesh, whole, names, optimizer) if names else None,
     )
 

@@ -24,10 +24,9 @@ from reshard.containers.torchfiles.dtensor import Mesh, RankPartReader, is_shard
 from reshard.containers.torchfiles.pickles import Ordered
 from reshard.containers.torchfiles.read import read_dict, scalar
 from reshard.containers.torchfiles.untrusted import MAX_NUMBER
-from reshard.formats.checkpoint import OptimizerStates, settings_of
-from reshard.formats.contract import MOMENTS
 from reshard.formats.fsdp_ranks.rank_files import RankFiles, missing_rank
 from reshard.formats.fsdp_ranks.tensor_parts import find_parts, joined
+from reshard.formats.optimizer import MOMENTS, Adam, OptimizerContents, OptimizerStates, settings_of
 from reshard.transfer.source_files import Sources
 
 OPTIMIZER = "optimizer states"
@@ -137,11 +136,6 @@ class SavedOptimizer:
         return group
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Adam's settings."""
-        return settings_of(self.group)
-
-    @property
     def steps(self) -> dict[int, Any]:
         """The step of each parameter with states, by its number: itself a number, or a tensor of one element."""
         return {number: held["step"] for number, held in self.content["state"].items()}
@@ -162,13 +156,10 @@ class SavedOptimizer:
         return sum(prod(part.shape) * part.dtype.itemsize for part in parts)
 
     @property
-    def states(self) -> OptimizerStates:
-        """The states by name."""
-        return OptimizerStates({kind: partial(self._of_kind, kind) for kind in MOMENTS})
-
-    def replicas(self) -> list[Replica]:
-        """The shards that several ranks store."""
-        return self._joined[1]
+    def contents(self) -> OptimizerContents:
+        """The states by name, with step and settings, and proven by the shards that several ranks store."""
+        states = OptimizerStates(MOMENTS, self._of_kind)
+        return OptimizerContents(states, Adam(self.step, settings_of(self.group)), lambda: self._joined[1])
 
     def schedule(self) -> Any:
         """The state of the learning rate schedule, which is that of all ranks; None if it was not saved.

@@ -12,8 +12,6 @@ from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import (
-    MASTER_STATE,
-    MOMENTS,
     CheckpointKind,
     Format,
     Naming,
@@ -30,6 +28,7 @@ from reshard.formats.megatron import (
     zarr,
 )
 from reshard.formats.megatron.megatron_request import fit
+from reshard.formats.optimizer import MASTER_STATE, MOMENTS
 from reshard.transfer.source_files import Sources
 
 

@@ -19,7 +19,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import View, concat
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import DcpTensor
-from reshard.formats.checkpoint import OptimizerStates
 from reshard.formats.megatron.common_state import Reading
 from reshard.formats.megatron.mcore import is_carried, is_gated, place_of, split_of, stages_of
 from reshard.formats.megatron.optimizer_states import rounding
@@ -41,6 +40,7 @@ from reshard.formats.megatron.parameter_order import (
     ungrouped,
 )
 from reshard.formats.megatron.rank_states import MegatronRank, RankStates
+from reshard.formats.optimizer import OptimizerStates
 from reshard.formats.sharding import Shard, TensorShards
 from reshard.stores import as_path
 from reshard.transfer.elements import castable
@@ -144,9 +144,8 @@ class OptimizerBuffers:
 
     def states(self) -> OptimizerStates:
         """All states, looked up on first use."""
-        return OptimizerStates(
-            {each: partial(self.state, each) for each, key in STATE_KEYS.items() if key in self.buckets}
-        )
+        states = (state for state, key in STATE_KEYS.items() if key in self.buckets)
+        return OptimizerStates(states, self.state)
 
     def spare(self, nbytes: int) -> int:
         """How many of the optimizer's `nbytes` are not the states of weights."""

@@ -28,10 +28,11 @@ from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor
 from reshard.containers.torchfiles.read import ChunkReader, read_torch_file, scalar
 from reshard.containers.torchfiles.untrusted import number_of
-from reshard.formats.checkpoint import Checkpoint, Optimizer
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron.common_state import with_expert_before_module
 from reshard.formats.megatron.mcore import BELOW, is_carried, is_gated, unfused
 from reshard.formats.megatron.optimizer_states import MAX_VALUES, distributed_of
+from reshard.formats.optimizer import Adam
 from reshard.transfer.source_files import Sources
 
 NAME = "megatron-fsdp"
@@ -158,7 +159,7 @@ def _is_fused(name: str, args: Mapping[str, Any]) -> bool:
 # ------------------------------------------------------------------------------------------- the optimizer
 
 
-def read_optimizer(metadata: DcpMetadata, sources: Sources) -> Optimizer | None:
+def read_optimizer(metadata: DcpMetadata, sources: Sources) -> Adam | None:
     """The step, the parameter groups and the schedule; None if the run saved no groups or no step.
 
     A group is stored with each of its parameters. Read are those of one parameter of each kind that Megatron-Core

@@ -25,7 +25,6 @@ from reshard.containers.dcp_metadata import DcpChunk, DcpTensor
 from reshard.containers.torchfiles.write import image_bytes, layout_torch_file
 from reshard.families.family import MCORE_BRIDGE
 from reshard.folders import iterations
-from reshard.formats.checkpoint import Optimizer
 from reshard.formats.contract import Request
 from reshard.formats.dcp.optimizer_states import DcpOptimizer as TorchOptimizer
 from reshard.formats.dcp.optimizer_states import step_tensor
@@ -35,6 +34,7 @@ from reshard.formats.megatron.megatron_request import NO_OPTIMIZER, MegatronWrit
 from reshard.formats.megatron.megatron_request import fit as fit_to_megatron
 from reshard.formats.megatron.optimizer_states import MegatronOptimizer
 from reshard.formats.megatron.rank_states import MegatronRank, RankStates
+from reshard.formats.optimizer import Adam
 from reshard.transfer.plan import OutputFile, Planned
 
 _WRAPPED = "module."
@@ -199,9 +199,7 @@ class _FolderWriter:
 
     def add_optimizer(self, optimizer: MegatronOptimizer, request: Request) -> None:
         """Add the states, the group of each parameter and the schedule."""
-        step = step_tensor(
-            self.folder.append(TorchOptimizer(optimizer=request.optimizer or Optimizer()).step())
-        )
+        step = step_tensor(self.folder.append(TorchOptimizer(adam=request.optimizer or Adam()).step()))
         stateful: dict[str, Planned] = {}
         for kind, states in request.states.items():
             for name, state in states.items():

@@ -15,11 +15,12 @@ from reshard.families.rules import MAX_NUMBER
 from reshard.folders import iterations
 from reshard.folders.base_hints import RUN_CONFIG
 from reshard.folders.iterations import Iteration
-from reshard.formats.contract import MASTER_STATE, Request, Writing, stateless
+from reshard.formats.contract import Request, Writing, stateless
 from reshard.formats.megatron.mcore import BELOW, padded_vocabulary
 from reshard.formats.megatron.optimizer_states import MegatronOptimizer, is_distributed, new_optimizer
 from reshard.formats.megatron.supported_layouts import check_layout, layout_notes
 from reshard.formats.megatron.writers import COMPUTED_BY, MODEL_TYPE
+from reshard.formats.optimizer import MASTER_STATE
 from reshard.formats.options import LAYER_SPECS, VOCABULARY_UNIT
 from reshard.transfer.plan import OutputFile
 

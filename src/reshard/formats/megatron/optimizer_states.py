@@ -19,7 +19,7 @@ from reshard.containers.dcp_metadata import DcpChunk, DcpTensor
 from reshard.containers.torchfiles.read import read_torch_file, scalar
 from reshard.containers.torchfiles.untrusted import number_of
 from reshard.containers.torchfiles.write import NewTensor, layout_torch_file
-from reshard.formats.checkpoint import Optimizer, settings_of
+from reshard.formats.optimizer import Adam, settings_of
 from reshard.transfer.elements import castable
 from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.source_files import Sources
@@ -125,7 +125,7 @@ def _group_of(key: str) -> int:
     return int(match[2]) if match else 0
 
 
-def read_optimizer(common: Mapping[str, Any]) -> Optimizer | None:
+def read_optimizer(common: Mapping[str, Any]) -> Adam | None:
     """The optimizer data in `common.pt`; None if no other layout could use them."""
     try:
         chain = _chain(common["optimizer"])
@@ -141,7 +141,7 @@ def read_optimizer(common: Mapping[str, Any]) -> Optimizer | None:
         }
         if number_of(native, MAX_VALUES) > MAX_VALUES:
             return None
-        return Optimizer(None if steps is None else int(steps), settings_of(groups[0]), native)
+        return Adam(None if steps is None else int(steps), settings_of(groups[0]), native)
     except UNUSABLE:
         return None
 
@@ -164,17 +164,17 @@ def _inner(link: Mapping[str, Any]) -> dict[str, Any]:
     return dict(link.get("optimizer", link))
 
 
-def is_megatrons(optimizer: Optimizer) -> bool:
+def is_megatrons(optimizer: Adam) -> bool:
     """Whether Megatron saved it. Another engine's becomes a distributed optimizer; see `_adopted`."""
     return "chain" in optimizer.native
 
 
-def is_distributed(optimizer: Optimizer) -> bool:
+def is_distributed(optimizer: Adam) -> bool:
     """Whether it is Megatron's distributed optimizer, which needs `--use-distributed-optimizer`."""
     return not is_megatrons(optimizer) or bool(optimizer.native["content"].get(_SHARDING))
 
 
-def _adopted(optimizer: Optimizer) -> Optimizer:
+def _adopted(optimizer: Adam) -> Adam:
     """Another engine's optimizer as Megatron's distributed one, with a new schedule.
 
     The distributed one stores the step in its groups, whichever Adam it wraps. Groups have the settings of torch's Adam
@@ -201,7 +201,7 @@ def distributed_of(
     groups: list[dict[str, Any]],
     entries: Mapping[str, Any],
     settings: Mapping[str, Any] | None = None,
-) -> Optimizer:
+) -> Adam:
     """A distributed optimizer with these parameter groups; those of parallel experts are an optimizer of their own."""
     groups = [{**group, "step": step or 0} for group in groups]
     chains = (
@@ -216,7 +216,7 @@ def distributed_of(
         "entries": {**entries},
         "content": {_SHARDING: _PORTABLE, _MEM_EFFICIENT: False},
     }
-    return Optimizer(step, settings_of(groups[0]) if settings is None else settings, native)
+    return Adam(step, settings_of(groups[0]) if settings is None else settings, native)
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class MegatronOptimizer:
 
 
 def new_optimizer(
-    optimizer: Optimizer,
+    optimizer: Adam,
     states: Mapping[str, Mapping[str, Planned]],
     *,
     mixed_precision: bool,

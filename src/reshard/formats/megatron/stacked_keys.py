@@ -23,7 +23,7 @@ from reshard.containers.dcp_metadata import DcpChunk, DcpTensor
 from reshard.families.dialect import MEGATRON
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint, Optimizer, OptimizerStates
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.copied_files import CopyFinder
 from reshard.formats.megatron import nemo, nemo_1
 from reshard.formats.megatron.buffers import COPIES_AND_PADDING, OptimizerBuffers, buckets_of
@@ -38,6 +38,7 @@ from reshard.formats.megatron.optimizer_states import (
     with_groups,
 )
 from reshard.formats.megatron.writers import engine_of, recorded_args
+from reshard.formats.optimizer import Adam, OptimizerContents, OptimizerStates
 from reshard.formats.state_dict_names import prefix_of, split_front
 from reshard.formats.unique_names import under_new_names
 from reshard.transfer.source_files import Sources
@@ -66,7 +67,7 @@ class SavedIteration:
     reading: Reading
     swapped: Callable[[], Iterable[Problem]] = tuple
     kind: str = ""
-    optimizer: Callable[[Mapping[str, Any]], Optimizer | None] = read_optimizer
+    optimizer: Callable[[Mapping[str, Any]], Adam | None] = read_optimizer
     left_out: str = NOT_PORTABLE
 
 
@@ -79,17 +80,16 @@ def checkpoint_of(
     reader = _StackedReader(weights, saved.reading)
     tensors = reader.tensors()
     layout, portable = layout_of(args or {}), portable_states(saved.tensors)
-    states = OptimizerStates(
-        {state: partial(_read_state, found, saved.reading) for state, found in portable.items()}
-    )
+    states = OptimizerStates(portable, lambda state: _read_state(portable[state], saved.reading))
     common = saved.common
     buffers = OptimizerBuffers(buckets_of(saved.tensors), tensors, layout, args or {}, saved.reading)
     if buffers.buckets:
         states, common = buffers.states(), with_groups(common, saved.objects, sources)
         spare = buffers.spare(dropped[OPTIMIZER])
         dropped += Counter({COPIES_AND_PADDING: spare, OPTIMIZER: -spare})
-    optimizer = saved.optimizer(common) if states else None
-    unread = [saved.left_out] if dropped[OPTIMIZER] and not optimizer else []
+    adam = saved.optimizer(common) if states else None
+    unread = [saved.left_out] if dropped[OPTIMIZER] and not adam else []
+    proof = buffers.proof if buffers.buckets else partial(roundings, tensors, states)
     return Checkpoint(
         path=folder,
         format=saved.format,
@@ -101,10 +101,7 @@ def checkpoint_of(
         iteration=step,
         args=args,
         engine=engine_of(folder, common, tensors),
-        states=states,
-        optimizer=optimizer,
-        proof=buffers.proof if buffers.buckets else partial(roundings, tensors, states),
-        ordered_states=bool(buffers.buckets),
+        optimizer=OptimizerContents(states, adam, proof, is_ordered=bool(buffers.buckets)),
         dropped=dropped,
         problems=reader.copies.problems() or [*saved.swapped()],
         notes=[*iterations.belied(folder, common.get("iteration")), *unread],
