@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from math import ceil
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import dtype
@@ -123,6 +123,17 @@ def _changed(tensor: Planned, shape: Sequence[int], change: Callable[[View], Vie
     return Planned(tensor.name, tensor.dtype, tuple(shape), lambda: change(source()))
 
 
+def _reshape(tensor: Planned, shape: Sequence[int]) -> Planned:
+    return _changed(tensor, shape, lambda view: view.reshape(*shape))
+
+
+def _of_all(patterns: Sequence[str], tensors: Tensors) -> list[list[Planned]]:
+    """The tensors of each pattern."""
+    if lacking := [each for each in patterns if each not in tensors]:
+        raise UnfitError(f"no tensor is named {lacking[0]}")
+    return [tensors[each] for each in patterns]
+
+
 def _only(tensors: Tensors) -> Planned:
     found = [each for group in tensors.values() for each in group]
     if len(found) != 1:
@@ -134,10 +145,7 @@ def _joined(parts: Sequence[Planned], axis: int, *, is_stack: bool = False) -> P
     """Tensors as one: along an axis, or along a new one."""
     first = parts[0]
     if is_stack:
-        parts = [
-            _changed(each, _with(each.shape, axis, 1), _reshaped(_with(each.shape, axis, 1)))
-            for each in parts
-        ]
+        parts = [_reshape(each, (*each.shape[:axis], 1, *each.shape[axis:])) for each in parts]
     kinds = {(each.dtype.name, *each.shape[:axis], *each.shape[axis + 1 :]) for each in parts}
     if len(kinds) > 1:
         raise UnfitError(
@@ -147,14 +155,6 @@ def _joined(parts: Sequence[Planned], axis: int, *, is_stack: bool = False) -> P
     shape[axis] = sum(each.shape[axis] for each in parts)
     sources = [each.source for each in parts]
     return Planned(first.name, first.dtype, tuple(shape), lambda: concat([each() for each in sources], axis))
-
-
-def _with(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
-    return (*shape[:axis], size, *shape[axis:])
-
-
-def _reshaped(shape: Sequence[int]) -> Callable[[View], View]:
-    return lambda view: view.reshape(*shape)
 
 
 def _piece(tensor: Planned, axis: int, begin: int, size: int) -> Planned:
@@ -174,8 +174,20 @@ def _cut(tensor: Planned, axis: int, parts: int) -> list[Planned]:
     return [_piece(tensor, axis, index * size, size) for index in range(parts)]
 
 
+def _slices(tensor: Planned, axis: int) -> list[Planned]:
+    """The parts along an axis, without it."""
+    if axis == 0:
+        return _rows(tensor)
+    rest = (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
+    return [_reshape(part, rest) for part in _cut(tensor, axis, tensor.shape[axis])]
+
+
 def _numbered(pattern: str, count: int) -> list[str]:
     return [pattern.replace("*", str(index)) for index in range(count)]
+
+
+def _by_number(pattern: str, parts: Sequence[Planned]) -> Tensors:
+    return {name: [part] for name, part in zip(_numbered(pattern, len(parts)), parts, strict=True)}
 
 
 def _chunk(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
@@ -223,9 +235,7 @@ def _concatenate(tensors: Tensors, operation: Operation, context: OperationConte
     """Tensors joined in the order of their patterns, or the reverse."""
     if operation.get("inverse"):
         return _chunk(tensors, {**operation, "inverse": False}, context)
-    parts = [each for pattern in context.before for each in tensors.get(pattern, ())]
-    if not set(context.before) <= tensors.keys():
-        raise UnfitError(f"no tensor is named {next(each for each in context.before if each not in tensors)}")
+    parts = [each for group in _of_all(context.before, tensors) for each in group]
     return {context.after[0]: [_joined(parts, operation.get("dim", 0))]}
 
 
@@ -261,14 +271,8 @@ def _refuse_gaps(parts: Sequence[Planned]) -> None:
 def _unstacked(tensors: Tensors, axis: int, context: OperationContext) -> Tensors:
     result: Tensors = {}
     for pattern, parts in tensors.items():
-        tensor, target = parts[0], context.after[0] if len(tensors) == 1 else pattern
-        rest = (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
-        count = tensor.shape[axis]
-        if axis:
-            slices = [_changed(part, rest, _reshaped(rest)) for part in _cut(tensor, axis, count)]
-        else:
-            slices = _rows(tensor)
-        result |= {name: [part] for name, part in zip(_numbered(target, count), slices, strict=True)}
+        target = context.after[0] if len(tensors) == 1 else pattern
+        result |= _by_number(target, _slices(parts[0], axis))
     return result
 
 
@@ -358,40 +362,27 @@ def _flatten(tensors: Tensors, operation: Operation, context: OperationContext) 
     tensor = _only(tensors)
     rows = tensor.shape[0]
     inner = (operation["in_channels"], *operation["kernel_size"])
-    shape = (rows, *inner) if operation.get("inverse") else (rows, _product(tensor.shape[1:]))
-    if _product(shape) != _product(tensor.shape):
+    shape = (rows, *inner) if operation.get("inverse") else (rows, prod(tensor.shape[1:]))
+    if prod(shape) != prod(tensor.shape):
         raise UnfitError(f"{tensor.name} {list(tensor.shape)} is no kernel {list(inner)}")
-    return {context.after[0]: [_changed(tensor, shape, _reshaped(shape))]}
-
-
-def _product(sizes: Sequence[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
+    return {context.after[0]: [_reshape(tensor, shape)]}
 
 
 def _experts_of_two_kinds(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
     """The experts of a layer, those for text before those for images, stacked by kind; or the reverse."""
     stack, join = operation.get("stack_dim", 0), operation.get("concat_dim", 1)
-    if not set(context.before) <= tensors.keys():
-        raise UnfitError(f"no tensor is named {next(each for each in context.before if each not in tensors)}")
+    groups = _of_all(context.before, tensors)
     result: Tensors = {}
     if operation.get("inverse"):
-        cut = [_cut(tensors[pattern][0], join, len(context.after)) for pattern in context.before]
+        cut = [_cut(group[0], join, len(context.after)) for group in groups]
         for index, pattern in enumerate(context.after):
-            each: list[Planned] = []
-            for parts in cut:
-                one = parts[index]
-                rest = (*one.shape[:stack], *one.shape[stack + 1 :])
-                each += [_changed(part, rest, _reshaped(rest)) for part in _cut(one, stack, one.shape[stack])]
-            result |= {name: [part] for name, part in zip(_numbered(pattern, len(each)), each, strict=True)}
+            result |= _by_number(pattern, [each for parts in cut for each in _slices(parts[index], stack)])
         return result
     for index, pattern in enumerate(context.after):
         halves = []
-        for source in context.before:
-            size = ceil(len(tensors[source]) / len(context.after))
-            halves.append(_joined(tensors[source][index * size : (index + 1) * size], stack, is_stack=True))
+        for group in groups:
+            size = ceil(len(group) / len(context.after))
+            halves.append(_joined(group[index * size : (index + 1) * size], stack, is_stack=True))
         result[pattern] = [_joined(halves, join)]
     return result
 
@@ -409,7 +400,7 @@ def _unpad(tensors: Tensors, operation: Operation, context: OperationContext) ->
     rest = tensor.shape[1:]
 
     def filled(view: View) -> View:
-        zeros = View.of(Cells(ZERO, tensor.dtype), more * _product(rest))
+        zeros = View.of(Cells(ZERO, tensor.dtype), more * prod(rest))
         return concat([view, zeros.reshape(more, *rest)], 0)
 
     return {context.after[0]: [_changed(tensor, (rows, *rest), filled)]}
@@ -423,13 +414,9 @@ def _merge_queries(tensors: Tensors, operation: Operation, context: OperationCon
         flat = (2 * tensor.shape[0], *tensor.shape[2:])
         pairs = [_joined([parts[0], parts[3]], 1), _joined(parts[1:3], 1)]
         names = zip(context.after, pairs, strict=True)
-        return {name: [_changed(pair, flat, _reshaped(flat))] for name, pair in names}
-    if set(context.before) != tensors.keys():
-        raise UnfitError(f"nothing is named {next(each for each in context.before if each not in tensors)}")
-    halves = []
-    for each in (tensors[pattern][0] for pattern in context.before):
-        shape = (each.shape[0] // 2, 2, *each.shape[1:])
-        halves.append(_changed(each, shape, _reshaped(shape)))
+        return {name: [_reshape(pair, flat)] for name, pair in names}
+    pairs = [group[0] for group in _of_all(context.before, tensors)]
+    halves = [_reshape(each, (each.shape[0] // 2, 2, *each.shape[1:])) for each in pairs]
     outer = [_piece(halves[0], 1, at, 1) for at in range(2)]
     return {context.after[0]: [_joined([outer[0], halves[1], outer[1]], 1)]}
 
@@ -469,22 +456,18 @@ def _absorb_latent(tensors: Tensors, operation: Operation, context: OperationCon
     values, latent = context.size("v_head_dim"), context.size("kv_lora_rank")
     shapes = {"keys": (heads, latent, keys), "values": (heads, values, latent)}
     if operation.get("inverse"):
-        if set(context.before) != tensors.keys():
-            raise UnfitError(
-                f"nothing is named {next(each for each in context.before if each not in tensors)}"
-            )
-        first, second = (tensors[pattern][0] for pattern in context.before)
+        first, second = (group[0] for group in _of_all(context.before, tensors))
         if [first.shape, second.shape] != [*shapes.values()]:
             raise UnfitError(
                 f"{first.name} {list(first.shape)} is not {list(shapes['keys'])}, as config.json says"
             )
         joined = _joined([_transposed(first, 1, 2), second], 1)
         flat = (heads * (keys + values), latent)
-        return {context.after[0]: [_changed(joined, flat, _reshaped(flat))]}
+        return {context.after[0]: [_reshape(joined, flat)]}
     tensor, by_head = _only(tensors), (heads, keys + values, latent)
-    if _product(tensor.shape) != _product(by_head):
+    if prod(tensor.shape) != prod(by_head):
         raise UnfitError(f"{tensor.name} {list(tensor.shape)} is not {list(by_head)}, as config.json says")
-    split = _changed(tensor, by_head, _reshaped(by_head))
+    split = _reshape(tensor, by_head)
     parts = [_transposed(_piece(split, 1, 0, keys), 1, 2), _piece(split, 1, keys, values)]
     return {name: [part] for name, part in zip(context.after, parts, strict=True)}
 
