@@ -34,7 +34,7 @@ def judged_by_megatron(path: Path, layout: Layout | None = None, spec: LayerSpec
     The model is built from the arguments in the checkpoint. TransformerEngine's experts are a grouped linear.
     """
     checkpoint = reshard.open(path).checkpoint
-    args = {**(checkpoint.args or {}), "moe_grouped_gemm": spec == "te"}
+    args = {**checkpoint.description.args, "moe_grouped_gemm": spec == "te"}
     return megatron_logits(
         checkpoint.path,
         TOKENS,

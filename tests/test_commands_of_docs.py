@@ -148,7 +148,7 @@ def internevo(folder: Path, base: Path) -> None:
     """As InternEvo leaves it: its own config, which determines that of the Hub, and no tokenizer."""
     shutil.copytree(DATA / "internlm" / "llama-tp2", folder)
     make_tokenizer().save_pretrained(base)
-    (base / "config.json").write_text(json.dumps(api.open(folder).checkpoint.config))
+    (base / "config.json").write_text(json.dumps(api.open(folder).checkpoint.description.config))
 
 
 def nemo(folder: Path, base: Path) -> None:

@@ -207,7 +207,7 @@ def test_a_folder_of_trainer_is_read_with_its_config(copy: Any, tmp_path: Path) 
     (tmp_path / "output").mkdir()
     copy("z3").rename(tmp_path / "output" / "checkpoint-2")
     checkpoint = reshard.open(tmp_path / "output").checkpoint
-    assert checkpoint.root == tmp_path / "output" / "checkpoint-2"
+    assert checkpoint.description.folder == tmp_path / "output" / "checkpoint-2"
     assert reshard.inspect(tmp_path / "output").family == "llama"
 
 

@@ -392,8 +392,8 @@ def test_the_family_that_the_guide_declares_works(
 
     tokens = np.random.default_rng(0).integers(0, 283, (1, 16))
     checkpoint = reshard.open(tmp_path / "megatron").checkpoint
-    assert checkpoint.args is not None
-    found = megatron_logits(checkpoint.path, tokens, args=checkpoint.args).logits
+    assert checkpoint.description.args
+    found = megatron_logits(checkpoint.path, tokens, args=checkpoint.description.args).logits
     expected = transformers_logits(qwen3, tokens)
     assert np.abs(found[..., :283] - expected).max() <= 1e-5 * np.abs(expected).max()
 

@@ -53,7 +53,7 @@ def newer(tmp_path: Path) -> Path:
 
 def test_transformers_computes_what_a_newer_megatron_computes(tmp_path: Path) -> None:
     checkpoint = reshard.open(NEWER).checkpoint
-    assert checkpoint.args and checkpoint.args["num_layers"] == ARGS["num_layers"]
+    assert checkpoint.description.args and checkpoint.description.args["num_layers"] == ARGS["num_layers"]
     assert checkpoint.iteration == 2 and str(checkpoint.layout) == "TP2 · PP1"
     assert "other objects" not in checkpoint.dropped
     reshard.convert(NEWER, tmp_path / "hf", no_tokenizer=True)

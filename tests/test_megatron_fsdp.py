@@ -482,7 +482,7 @@ def test_parts_that_follow_the_ranks_are_refused(tmp_path: Path) -> None:
 def test_fused_delta_nets_are_refused(hf_model: Callable[..., Path], tmp_path: Path) -> None:
     """mcore-bridge fuses them in another order, under the same name."""
     convert(hf_model("qwen3_next"), tmp_path / "core", to="megatron")
-    args = dict(reshard.open(tmp_path / "core").checkpoint.args or {})
+    args = dict(reshard.open(tmp_path / "core").checkpoint.description.args)
     train(Run(args, TOKENS, out=tmp_path / "run", steps=1, save_optimizer=False))
     problem = refusal("convert", tmp_path / "run", tmp_path / "dst", "--no-tokenizer")
     assert problem["code"] == "megatron-fsdp-delta-net-fused"

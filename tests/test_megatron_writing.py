@@ -113,7 +113,7 @@ CASES = {
 def saved_again(folder: Path, out: Path, layout: Layout, spec: LayerSpec, format: MegatronFormat) -> Path:
     """Load `folder` strictly at `layout` into megatron-core, and let it save the weights."""
     checkpoint = reshard.open(folder).checkpoint
-    args = {**(checkpoint.args or {}), "moe_grouped_gemm": spec == "te"}
+    args = {**checkpoint.description.args, "moe_grouped_gemm": spec == "te"}
     return train_and_save(
         args,
         out,
@@ -262,7 +262,9 @@ def test_a_model_of_megatron_has_query_groups_though_it_stores_sizes_of_latent_a
     genuine: Callable[[str], Genuine], tmp_path: Path
 ) -> None:
     source = genuine("qwen2-tp2-pp2").roots["torch_dist"]
-    assert (reshard.open(source).checkpoint.args or {})["kv_lora_rank"] == 32  # the default of Megatron-LM
+    assert (
+        reshard.open(source).checkpoint.description.args["kv_lora_rank"] == 32
+    )  # the default of Megatron-LM
     with pytest.raises(ReshardError, match="query groups are not divisible by --tp 3"):
         reshard.convert(source, tmp_path / "out", to="megatron", tp=3, no_tokenizer=True)
     plan = reshard.convert(source, tmp_path / "out", to="megatron", tp=4, no_tokenizer=True).plan
@@ -347,7 +349,7 @@ def test_the_vocabulary_is_padded_with_zeros_to_a_multiple(
     source = hf_model("llama")
     reshard.convert(source, tmp_path / "out", to=to, tp=tp, vocab_divisible_by=unit)
     checkpoint = reshard.open(tmp_path / "out").checkpoint
-    args = checkpoint.args or {}
+    args = checkpoint.description.args
     assert (args["padded_vocab_size"], args["make_vocab_size_divisible_by"]) == (rows, unit or 128)
     if to == "megatron":
         entry = FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata["output_layer.weight"]
@@ -369,7 +371,7 @@ def by_megatron(checkpoint: Genuine, format: MegatronFormat) -> Any:
     return megatron_logits(
         checkpoint.iteration(format),
         TOKENS,
-        args={**checkpoint.args, "moe_grouped_gemm": False},
+        args={**checkpoint.description.args, "moe_grouped_gemm": False},
         layout=None if format == "torch_dist" else checkpoint.layout,
     )
 
@@ -413,7 +415,7 @@ def test_megatron_to_megatron_in_another_layout(
     for mine, theirs in zip(ours.mtp, expected.mtp, strict=True):
         assert_agree(mine, theirs)
     assert reshard.verify(source.roots[format], out).equal
-    args = reshard.open(out).checkpoint.args or {}
+    args = reshard.open(out).checkpoint.description.args
     uneven = ("decoder_first_pipeline_num_layers", "pipeline_model_parallel_layout")
     assert [args.get(name) for name in uneven] == [layout["stages"][0] if "stages" in layout else None, None]
 
@@ -481,7 +483,7 @@ def test_dtypes_are_cast_as_torch_casts(
     for folder in ("cast in", "cast back"):
         assert_same_tensors(tensors_of(tmp_path / folder), expected)
     assert_same_tensors(tensors_of(tmp_path / "same"), original)
-    args = reshard.open(tmp_path / "cast").checkpoint.args or {}
+    args = reshard.open(tmp_path / "cast").checkpoint.description.args
     assert (args["bf16"], args["fp16"]) == (wanted == "bfloat16", wanted == "float16")
 
 
@@ -500,7 +502,7 @@ def test_layers_of_a_family_that_may_begin_with_dense_ones_are_not_stacked(
     """Both bridges set `moe_layer_freq` to a list for these, and Megatron-Core then wants a key for each layer."""
     source = hf_model(variant, first_k_dense_replace=0, num_nextn_predict_layers=0)
     reshard.convert(source, tmp_path / "hub", to="megatron", pp=2)
-    args = reshard.open(tmp_path / "hub").checkpoint.args or {}
+    args = reshard.open(tmp_path / "hub").checkpoint.description.args
     assert args["moe_layer_freq"] == [1, 1, 1, 1]
     # A run of Megatron-LM may say 1, and stack them.
     common = tmp_path / "hub" / "release" / "common.pt"

@@ -67,7 +67,10 @@ def test_the_last_step_of_a_run_is_found(tmp_path: Path) -> None:
     shown = command("inspect", tmp_path / "run", "--json").json
     assert (shown["format"], shown["iteration"]) == ("dcp", 20)
     opened = reshard.open(tmp_path / "run", iteration=3)
-    assert opened.checkpoint.config is not None and opened.checkpoint.config["model_type"] == "qwen3"
+    assert (
+        opened.checkpoint.description.config is not None
+        and opened.checkpoint.description.config["model_type"] == "qwen3"
+    )
 
 
 def test_the_folder_of_the_weights_can_be_passed(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def in_megatron(folder: Path, out: Path, layout: Layout, **options: Any) -> tupl
     checkpoint = reshard.open(folder).checkpoint
     assert checkpoint.iteration == 2
     return train_and_save(
-        checkpoint.args or {},
+        checkpoint.description.args,
         out,
         TOKENS,
         checkpoint=checkpoint.path,
@@ -157,7 +157,7 @@ def test_a_run_of_megatron_goes_on_in_torch(run: tuple[Path, list[float]], tmp_p
     reshard.convert(source, ours, tp=2, vocab_divisible_by=1, **options)
     checkpoint = reshard.open(ours).checkpoint
     saved = train_and_save(
-        checkpoint.args or {},
+        checkpoint.description.args,
         tmp_path / "on",
         TOKENS,
         checkpoint=checkpoint.path,
@@ -222,7 +222,7 @@ def test_a_run_of_deepspeed_goes_on_in_megatron(name: str, tmp_path: Path) -> No
     checkpoint = reshard.open(tmp_path / "ours").checkpoint
     options = {"resume": True, "steps": 0, "iteration": 2, "distributed_optimizer": True, "save": PORTABLE}
     train_and_save(
-        checkpoint.args or {},
+        checkpoint.description.args,
         tmp_path / "on",
         TOKENS % 67,
         checkpoint=checkpoint.path,

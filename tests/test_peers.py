@@ -90,7 +90,7 @@ def test_a_swift_checkpoint_keeps_its_layout_and_becomes_one_of_megatron_lm(tmp_
     checkpoint = DATA / "swift" / "deepseek_v3" / "checkpoint-3"
     assert reshard.inspect(checkpoint).as_dict()["layout"]["pp"] == 2
     reshard.convert(checkpoint, tmp_path / "ours", to="megatron", tp=2)
-    args = reshard.open(tmp_path / "ours").checkpoint.args or {}
+    args = reshard.open(tmp_path / "ours").checkpoint.description.args
     assert (args["num_layers"], args["tensor_model_parallel_size"], args["q_lora_rank"]) == (2, 2, 24)
     assert "tuner_type" not in args
     assert_equal(tmp_path / "ours", checkpoint / "model.safetensors")
@@ -140,7 +140,7 @@ def test_what_megatron_bridges_own_modules_hold_converts_back(tmp_path: Path) ->
 def test_megatron_bridge_writes_the_base_of_the_windowed_layers_of_gemma_3_first() -> None:
     config = AutoConfig.for_model("gemma3_text", **SMALL_GEMMA3["text_config"])
     ours = FAMILIES["gemma3_text"].config.to_args(config.to_dict())
-    theirs = reshard.open(DATA / "bridge" / "gemma3").checkpoint.args or {}
+    theirs = reshard.open(DATA / "bridge" / "gemma3").checkpoint.description.args
     assert list(ours["rotary_base"]) == theirs["rotary_base"] == [5e3, 5e5]
     assert ours["rope_scaling_factor"] == theirs["rope_scaling_factor"]
 

@@ -42,7 +42,7 @@ def trained(model: Path, run: Path) -> None:
     from tests.genuine.train_megatron import train_and_save
 
     api.convert(model, "start", to="megatron", tp=2, transformer_impl="local")
-    args = api.open("start").checkpoint.args
+    args = api.open("start").checkpoint.description.args
     assert args is not None
     layout = Layout(tp=2)
     train_and_save(args, run, tokens(), checkpoint=Path("start", "release"), layout=layout, iteration=2)

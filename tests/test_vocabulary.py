@@ -99,7 +99,7 @@ def test_rows_beyond_padding_are_dropped_if_they_are_zeros(
         tensors[name][290:] = 0
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     reshard.convert(model, tmp_path / "mc", to="megatron", vocab_divisible_by=1)
-    arguments = reshard.open(tmp_path / "mc").checkpoint.args or {}
+    arguments = reshard.open(tmp_path / "mc").checkpoint.description.args
     assert (arguments["make_vocab_size_divisible_by"], arguments["vocab_size"]) == (1, 300)
     for tokens, rows in ((290, 290), (289, 300)):
         reshard.convert(tmp_path / "mc", tmp_path / f"{tokens}", base=counting(model, tokens))

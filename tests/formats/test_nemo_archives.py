@@ -92,7 +92,11 @@ def test_nemo_2_in_zarr(base: Path, tmp_path: Path) -> None:
     (tmp_path / "context").mkdir()
     (tmp_path / "context/model.yaml").write_text(yaml.safe_dump(model_yaml(config)))
     found = reshard.open(tmp_path).checkpoint
-    assert found.format == "megatron-zarr" and found.args and found.args["hidden_size"] == 32
+    assert (
+        found.format == "megatron-zarr"
+        and found.description.args
+        and found.description.args["hidden_size"] == 32
+    )
     assert reshard.verify(tmp_path, base, base=base).equal
 
 

@@ -41,7 +41,7 @@ def load(adapter: Path, base: Path, out: Path, layout: dict[str, int], spec: str
         logits = run_ranks(
             sizes.world_size,
             _rank,
-            dict(checkpoint.args or {}),
+            dict(checkpoint.description.args),
             sizes,
             checkpoint.path,
             written,

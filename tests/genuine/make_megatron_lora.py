@@ -121,7 +121,7 @@ def make(name: str, out: Path) -> None:
         overwrite=True, **variant.layout,
     )  # fmt: skip
     checkpoint = reshard.open(start).checkpoint
-    args = {**(checkpoint.args or {}), "moe_grouped_gemm": variant.spec == "te"}
+    args = {**checkpoint.description.args, "moe_grouped_gemm": variant.spec == "te"}
     sizes = Layout(**{"etp": variant.layout.get("tp", 1), **variant.layout})
     folder = out / name / "iter_0000003"
     folder.mkdir(parents=True)

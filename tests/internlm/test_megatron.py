@@ -40,7 +40,7 @@ def test_a_plain_gpt_model_computes_what_internevo_computes(
         result = megatron_logits(
             checkpoint.path,
             expected["tokens"],
-            args=dict(checkpoint.args or {}),
+            args=dict(checkpoint.description.args),
             layout=other,
         )
         assert_agree(result.logits, expected["logits"])

@@ -83,7 +83,7 @@ def test_weights_go_to_megatron_directly(name: str, tmp_path: Path) -> None:
     result = run("convert", DATA / name, tmp_path / "m", "--to", "megatron", *flags, "--no-tokenizer")
     assert result.code == 0, result.err
     checkpoint, expected = reshard.open(tmp_path / "m").checkpoint, np.load(DATA / name / "logits.npz")
-    args = dict(checkpoint.args or {})
+    args = dict(checkpoint.description.args)
     found = megatron_logits(checkpoint.path, expected["tokens"], args=args, layout=layout, spec="local")
     assert_agree(found.logits, expected["logits"])
     assert run("verify", DATA / name, tmp_path / "m").code == 0

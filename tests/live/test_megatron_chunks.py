@@ -60,7 +60,7 @@ def test_chunks_have_what_megatron_loads(
     sizes |= {"etp": layout.etp} if family == "qwen3_moe" else {}
     reshard.convert(source, tmp_path / "there", to="megatron", transformer_impl="local", **sizes)
     checkpoint = reshard.open(tmp_path / "there").checkpoint
-    args = {**(checkpoint.args or {}), "moe_grouped_gemm": False}
+    args = {**checkpoint.description.args, "moe_grouped_gemm": False}
     for filled, held in run_ranks(layout.world_size, _rank, source, checkpoint.path, args, layout):
         assert filled == held > 0
 
@@ -90,7 +90,7 @@ def test_chunks_are_found_inside_of_megatrons_wrappers(hf_model: Models, tmp_pat
     source, layout = hf_model("qwen3", dtype="bfloat16"), Layout(tp=2, etp=2)
     reshard.convert(source, tmp_path / "there", to="megatron", transformer_impl="local", tp=2)
     checkpoint = reshard.open(tmp_path / "there").checkpoint
-    run_ranks(2, _wrapped, source, checkpoint.path, checkpoint.args or {}, layout)
+    run_ranks(2, _wrapped, source, checkpoint.path, checkpoint.description.args, layout)
 
 
 def _refused(source: Path, args: Mapping[str, Any], layout: Layout) -> set[str]:
@@ -102,7 +102,7 @@ def _refused(source: Path, args: Mapping[str, Any], layout: Layout) -> set[str]:
 
 def test_chunks_of_another_model_are_refused(hf_model: Models, tmp_path: Path) -> None:
     reshard.convert(hf_model("qwen3"), tmp_path / "there", to="megatron", transformer_impl="local")
-    args = reshard.open(tmp_path / "there").checkpoint.args or {}
+    args = reshard.open(tmp_path / "there").checkpoint.description.args
     (codes,) = run_ranks(1, _refused, hf_model("qwen2"), args, Layout())
     assert codes == {"megatron-model-not-as-planned"}
 
@@ -131,7 +131,7 @@ def test_damage_and_missing_groups_are_told(hf_model: Models, tmp_path: Path) ->
         byte = file.read(1)
         file.seek(storage.offset)
         file.write(bytes([byte[0] ^ 1]))
-    args = weights.checkpoint.args or {}
+    args = weights.checkpoint.description.args
     (found,) = run_ranks(1, _damaged, tmp_path / "there", args, Layout())
     damaged = {"checksum-mismatch", "live-module-overwritten"}
     assert found == {"damaged": damaged, "groups": {"live-megatron-without-groups"}}
@@ -152,6 +152,6 @@ def test_chunks_in_another_order_are_refused(hf_model: Models, tmp_path: Path) -
     """The second and the third chunk of the first rank have the same names and shapes."""
     source = hf_model("qwen3", num_hidden_layers=6)
     reshard.convert(source, tmp_path / "there", to="megatron", transformer_impl="local", pp=2, vpp=3)
-    args = reshard.open(tmp_path / "there").checkpoint.args or {}
+    args = reshard.open(tmp_path / "there").checkpoint.description.args
     found = run_ranks(2, _swapped, source, args, Layout(pp=2, vpp=3))
     assert [*found] == [{"live-chunk-has-other-layers"}, set()]

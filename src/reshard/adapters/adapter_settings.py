@@ -166,7 +166,7 @@ def find_settings(checkpoint: Checkpoint, alpha: float | None = None) -> Adapter
 
 def _folders(checkpoint: Checkpoint) -> Iterator[Path]:
     place = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    seen = [place, checkpoint.root, *list(place.absolute().parents)[:PARENTS_SEARCHED]]
+    seen = [place, checkpoint.description.folder, *list(place.absolute().parents)[:PARENTS_SEARCHED]]
     yield from dict.fromkeys(folder for place in seen for folder in (place, place / "lora_adapter"))
 
 

@@ -206,7 +206,7 @@ def _base(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> tuple[Fam
     args = family.config.to_args(text)
     rows = next((t.shape[0] for name, t in checkpoint.tensors.items() if "word_embeddings" in name), None)
     dims = Dims.from_args(args, int(text["vocab_size"]), rows)
-    rules = family.rules_of(checkpoint.engine) or family.rules
+    rules = family.rules_of(checkpoint.dialect.rules) or family.rules
     return family, dims, Binding(rules(dims))
 
 

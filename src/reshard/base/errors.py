@@ -96,6 +96,12 @@ class ReshardError(Exception):
         return type(self), (self.problems,), {"__cause__": self.__cause__}
 
 
+def raise_all(problems: Iterable[Problem]) -> None:
+    """Raise ReshardError with the problems, if there are any."""
+    if every := list(problems):
+        raise ReshardError(every)
+
+
 def cause_of(error: Exception) -> BaseException | None:
     """The cause of an error that takes the place of `error`: `raise ReshardError(…) from cause_of(error)`.
 

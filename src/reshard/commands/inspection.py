@@ -15,12 +15,13 @@ from reshard.base.foreign_text import html_table, shown, typeable
 from reshard.families.sized_family import Model
 from reshard.folders import iterations
 from reshard.folders.allowed_paths import is_here
-from reshard.folders.base_hints import BASE, find_hints
-from reshard.folders.companions import check_companions, find_companions
+from reshard.folders.base_hints import BASE
+from reshard.folders.companions import check_companions
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface, open_checkpoint, written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind
+from reshard.formats.optimizer import OPTIMIZER_STATES
 from reshard.formats.quantization import UNTOLD
 from reshard.model.dequantization import dequantized
 from reshard.model.described_checkpoint import describe
@@ -31,7 +32,6 @@ from reshard.model.recognition import describes_model
 from reshard.model.resolve import resolve
 from reshard.transfer.source_files import OnStep, Sources
 
-OPTIMIZER = "optimizer states"
 NO_CONFIG = "weights-without-config"
 NO_TOKENIZER = "weights-without-tokenizer"
 """Codes of problems about what is missing next to the weights."""
@@ -77,7 +77,7 @@ class Inspection:
             "carried": "; ".join(carried),
             "dtypes": ", ".join(f"{name} × {number}" for name, number in sorted(c.dtypes.items())),
             "quantized": _quantized(c),
-            "optimizer": f"yes, {size(c.dropped[OPTIMIZER])}" if c.dropped[OPTIMIZER] else "",
+            "optimizer": f"yes, {size(c.dropped[OPTIMIZER_STATES])}" if c.dropped[OPTIMIZER_STATES] else "",
         }
         return {name: value for name, value in rows.items() if value}
 
@@ -112,7 +112,7 @@ class Inspection:
             "dtypes": c.dtypes,
             "carried": self.carried,
             "quantization": c.quantization.as_dict() if c.quantization else None,
-            "optimizer": OPTIMIZER in c.dropped,
+            "optimizer": OPTIMIZER_STATES in c.dropped,
             "dropped": dict(c.dropped),
             "problems": [problem.as_dict() for problem in self.problems],
             "notes": self.notes,
@@ -139,13 +139,15 @@ def inspect_checkpoint(
     if kind is CheckpointKind.ADAPTER:
         return _inspect_adapter(checkpoint, path)
     problems = list(checkpoint.problems)
-    hints = find_hints([checkpoint.path, checkpoint.root], sources, checkpoint.args)
+    hints = checkpoint.hints()
     bases = {hint.kind: Path(hint.value) for hint in hints if is_here(hint.value, "config.json")}
-    has_config = (checkpoint.root / "config.json").is_file()
+    has_config = (checkpoint.description.folder / "config.json").is_file()
     model: Model | None = None
     unknown: tuple[str, ...] = ()
     try:
-        is_described = has_config or checkpoint.config or describes_model(checkpoint.args)
+        is_described = (
+            has_config or checkpoint.description.config or describes_model(checkpoint.description.args)
+        )
         base = None if is_described else bases.get(BASE)
         if (is_described or base) and not any(each.code == "wrapper-in-names" for each in problems):
             resolved = resolve_if_declared(describe(checkpoint, base))
@@ -163,7 +165,7 @@ def inspect_checkpoint(
     notes += [*unfit, *differing]
     absent: list[Problem] = []
     try:
-        derived = checkpoint.config is not None or (model is not None and base is None)
+        derived = checkpoint.description.config is not None or (model is not None and base is None)
         absent = _companion_problems(checkpoint, has_config or derived)
         problems += absent
     except ReshardError as error:
@@ -226,7 +228,7 @@ def _inspect_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:
         adapter = adapters.find(checkpoint)
         notes += description.notes(adapter)
         problems += description.warnings(adapter)
-        beside = adapter.has_base and (checkpoint.root / "config.json").is_file()
+        beside = adapter.has_base and (checkpoint.description.folder / "config.json").is_file()
         command = description.next_command(adapter.settings, path, with_base=not beside)
     except ReshardError as error:
         problems += error.problems
@@ -244,7 +246,7 @@ def _inspect_fused_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:
 
 def _declared_type(checkpoint: Checkpoint) -> str | None:
     try:
-        config = read_config(checkpoint.root, checkpoint.sources)
+        config = read_config(checkpoint.description.folder, checkpoint.sources)
     except ReshardError:
         return None  # it is already among the problems
     return str(config["model_type"]) if config and "model_type" in config else None
@@ -252,7 +254,7 @@ def _declared_type(checkpoint: Checkpoint) -> str | None:
 
 def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Problem]:
     """What is missing next to the weights, unless the engine's own config contains what `config.json` would."""
-    companions = find_companions(checkpoint.sources, *checkpoint.folders)
+    companions = checkpoint.companions()
     check_companions(companions)
     problems = []
     if not has_config:
@@ -260,7 +262,7 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
             Problem(
                 NO_CONFIG,
                 "config.json not found next to the weights",
-                file=str(checkpoint.root),
+                file=str(checkpoint.description.folder),
                 severity="warning",
                 remedy="name the Hugging Face folder that training started from: reshard convert SRC DST --base DIR",
             )
@@ -270,7 +272,7 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
             Problem(
                 NO_TOKENIZER,
                 "tokenizer not found next to the weights",
-                file=str(checkpoint.root),
+                file=str(checkpoint.description.folder),
                 severity="warning",
                 remedy="name the Hugging Face folder that training started from: reshard convert SRC DST --base DIR",
             )
@@ -281,7 +283,12 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
 def _other_ranks(checkpoint: Checkpoint, path: Path) -> list[str]:
     """How to convert for another number of ranks, if it can be loaded by as many as it has only."""
     target = written().get(checkpoint.format)
-    if not target or not target.ranks.data_parallel or not checkpoint.native or checkpoint.problems:
+    if (
+        not target
+        or not target.ranks.data_parallel
+        or not checkpoint.native.needs_its_ranks
+        or checkpoint.problems
+    ):
         return []
     command = [
         "reshard",

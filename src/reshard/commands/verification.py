@@ -293,9 +293,9 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None) -> Side:
     how = checkpoint.quantization
     notes = (f"compared as stored: {how}",) if how else tuple(checkpoint.notes[len(before.notes) :])
     quantized = {} if how or other.quantization else stored_weights(before)
-    if base is None and not (checkpoint.root / "config.json").is_file():
-        base = other.root if (other.root / "config.json").is_file() else None
-    borrowed = base == other.root
+    if base is None and not (checkpoint.description.folder / "config.json").is_file():
+        base = other.description.folder if (other.description.folder / "config.json").is_file() else None
+    borrowed = base == other.description.folder
     try:
         resolved = resolve(describe(checkpoint, base), computes=False)
         return Side(resolved.checkpoint, resolved.model, logical_tensors(resolved), notes, quantized)
@@ -305,7 +305,9 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None) -> Side:
         if not checkpoint.has_hub_names:
             raise
         # The names are the Hub's already: missing, extra or misshapen tensors are the differences.
-        resolved = as_named(described_by(_config(checkpoint, base), checkpoint, base or checkpoint.root))
+        resolved = as_named(
+            described_by(_config(checkpoint, base), checkpoint, base or checkpoint.description.folder)
+        )
         if declared(resolved.config.get("model_type")):
             # It is damaged, so that its config says nothing of its tensors.
             resolved = replace(resolved, config={})
@@ -317,8 +319,8 @@ def _of_another_model(checkpoint: Checkpoint, other: Checkpoint, problems: Seque
     return Problem(
         "verify-different-models",
         "the two checkpoints are different models, or one of them is incomplete",
-        file=str(checkpoint.root),
-        rule=f"there is no config.json in it, so that of the other side is used: {other.root}",
+        file=str(checkpoint.description.folder),
+        rule=f"there is no config.json in it, so that of the other side is used: {other.description.folder}",
         found=f"{problems[0].message}: {problems[0].found or problems[0].tensor}{more}",
         remedy="check both paths; a conversion of this checkpoint with that base lists everything that does not fit",
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +54,10 @@ class DcpTensor:
     dtype: DType
     shape: tuple[int, ...]
     chunks: list[DcpChunk]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def spans(tensors: Iterable[DcpTensor]) -> Iterator[tuple[str, int, int]]:

@@ -17,7 +17,7 @@ from reshard.commands.options import RunOptions
 from reshard.final.acceptance import CheckResult, Origin, checked, checks_of
 from reshard.final.finite_weights import assert_finite, damaged, first_nonfinite
 from reshard.final.saved_checkpoints import FoundCheckpoint
-from reshard.folders.base_hints import BASE, find_hints
+from reshard.folders.base_hints import BASE
 from reshard.folders.companions import CONFIG, RECORD, find_companions
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
@@ -147,8 +147,7 @@ def _checks(found: FoundCheckpoint, draft: Path, request: FinalRequest) -> Itera
 def _base_of(checkpoint: Checkpoint, request: FinalRequest, *, is_adapter: bool) -> Path | None:
     """The folder of the base model: what the user passed, what the checkpoint or else the command names."""
     own = [adapters.find_settings(checkpoint).base or ""] if is_adapter else []
-    hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.sources, checkpoint.args)
-    hinted = [hint.value for hint in hints if hint.kind == BASE]
+    hinted = [hint.value for hint in checkpoint.hints() if hint.kind == BASE]
     names = [str(request.base or ""), *own, *hinted, request.model]
     return next((folder for name in names if name and (folder := _local_model(request.folder, name))), None)
 
@@ -185,7 +184,7 @@ def _options_for(
             found="a checkpoint with all weights",
             remedy="leave out --merge",
         )
-    own = find_companions(checkpoint.sources, *checkpoint.folders)
+    own = checkpoint.companions()
     theirs = find_companions(checkpoint.sources, base) if base else own
     is_whole = own.config is not None and own.has_tokenizer and not is_adapter
     beside = {} if own.has_tokenizer else theirs.files

@@ -14,7 +14,7 @@ from reshard.base.errors import UNUSABLE, ReshardError, said, size, understood
 from reshard.base.plugins import Registry, leave_out
 from reshard.base.suggest import did_you_mean
 from reshard.folders import companions, find_weights
-from reshard.folders.allowed_paths import belongs, check_open
+from reshard.folders.allowed_paths import check_open
 from reshard.folders.iterations import Iteration
 from reshard.formats import (
     dcp,
@@ -36,6 +36,7 @@ from reshard.formats import (
 )
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import Format, Target
+from reshard.formats.json_beside import object_beside
 from reshard.formats.optimizer import OptimizerStates, States
 from reshard.stores import checkpoint_names
 from reshard.transfer.memory_budget import uncollected
@@ -211,16 +212,15 @@ def open_checkpoint(
         raise ReshardError(of_tool)
     with understood(folder):
         found = format.open(folder, sources, iteration)
-    root = find_weights.find_root(found.root, path)
-    beside, linked = _without_links(found.beside, root, sources)
+    root = find_weights.find_root(found.description.folder, path)
+    tokenizers, linked = _without_links(found.description.tokenizers, root, sources)
     told = [] if folder == path else [f"the weights are in {folder.relative_to(path)}"]
     tensors = state_dict_names.all_stripped(found.tensors, strip, str(folder))
     return _recognized(
         replace(
             found,
             sources=sources,
-            root=root,
-            beside=beside,
+            description=replace(found.description, folder=root, tokenizers=tokenizers),
             tensors=tensors,
             optimizer=replace(
                 found.optimizer, states=_stripped_states(found.optimizer.states, strip, folder)
@@ -266,15 +266,13 @@ def refuse_unfinished(path: Path, sources: Sources) -> None:
 
 def _config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """The config of a checkpoint, if it is readable."""
-    return companions.of_the_hub(_object_beside(checkpoint, companions.CONFIG), checkpoint.config)
+    return companions.of_the_hub(_object_beside(checkpoint, companions.CONFIG), checkpoint.description.config)
 
 
 def _object_beside(checkpoint: Checkpoint, name: str) -> Mapping[str, Any] | None:
     """The object in a file beside the weights, if it is readable; errors are reported by the code that needs it."""
     with suppress(ReshardError):
-        path = checkpoint.root / name
-        if path.is_file() and belongs(path, checkpoint.root, checkpoint.sources):
-            return companions.read_object(path, checkpoint.sources)
+        return object_beside(checkpoint.description.folder, name, checkpoint.sources)
     return None
 
 

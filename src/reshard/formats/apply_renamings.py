@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.families.renaming import GUARDED, Renaming, saved
 from reshard.formats.unique_names import under_new_names
 from reshard.formats.weight_operations import OperationContext, Tensors, UnfitError, convert
@@ -112,8 +112,7 @@ def applied(
             (group.position, new if to_memory else renamed(new), tensor)
             for new, tensor in _expanded(name, made)
         ]
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     found.sort(key=lambda each: each[0])
     return [
         *under_new_names(

@@ -11,11 +11,59 @@ from typing import Any
 from reshard.algebra.layout import SavedLayout
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import Problem, count, size
-from reshard.families.dialect import HUB, MEGATRON, Dialect
+from reshard.families.dialect import HUB, Dialect
+from reshard.folders.base_hints import BaseHint, find_hints
+from reshard.folders.companions import Companions, find_companions
 from reshard.folders.iterations import Iteration
 from reshard.formats.optimizer import OptimizerContents
 from reshard.formats.quantization import Quantization
 from reshard.transfer.source_files import Sources
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What the files of a checkpoint say of its model, and where its companions are.
+
+    `folder` is that of the config and the tokenizer; a tokenizer in `tokenizers`, folders of an adapter or of a
+    Megatron-Bridge iteration, takes precedence. `config` is the content of a config.json as far as another engine's
+    config determines it; `recorded` are the keys of it that files state, if others are assumed, or such keys alone, if
+    they determine no config. `changes` is where the config of a merged model differs from the one in `folder`. `args`
+    are Megatron-LM's arguments.
+    """
+
+    folder: Path
+    tokenizers: tuple[Path, ...] = ()
+    config: Mapping[str, Any] | None = None
+    recorded: Mapping[str, Any] | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Folders with config and tokenizer files, in order of precedence."""
+        return (*self.tokenizers, self.folder)
+
+    @property
+    def stated(self) -> Mapping[str, Any]:
+        """The keys of `config` that the files state, empty if they state none."""
+        return (self.config if self.recorded is None else self.recorded) or {}
+
+
+@dataclass(frozen=True)
+class FormatData:
+    """What only the reader of a format knows; one that its own target needs has a class of its own.
+
+    Without shapes, tensors have one axis until `model.resolve` reshapes them. If it `is_part`, the format keeps only
+    the language model of a larger model. If it `needs_its_ranks`, a run resumes only on as many ranks as saved the
+    files.
+    """
+
+    has_shapes: bool = True
+    is_part: bool = False
+
+    @property
+    def needs_its_ranks(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,26 +80,12 @@ class Checkpoint:
         Whose names the tensors have: the Hub's, or an engine's (`Family.dialects`).
     tensors : dict of str to Tensor
         All weights.
-    root : Path
-        Folder with the config.
+    description : ModelDescription
+        What its files say of its model, and where config and tokenizer are.
     layout : SavedLayout
         The recorded layout.
     iteration : int or "release", optional
         Step of a training run.
-    args : mapping, optional
-        Megatron-LM's arguments.
-    engine : str
-        Engine whose Megatron names the tensors have.
-    config : mapping, optional
-        Content of a config.json, as far as another engine's config determines it.
-    recorded : mapping, optional
-        The keys of `config` that its files state, if others are assumed; or such keys alone, if they do not determine a
-        config. By default, all of `config`.
-    changes : mapping
-        For a merged model: where its config differs from the one in `root`.
-    beside : tuple of Path
-        Folders whose tokenizer takes precedence over the one in `root`: that of an adapter, or of a Megatron-Bridge
-        iteration.
     optimizer : OptimizerContents
         The states of its optimizer, with step and settings.
     dropped : Counter
@@ -64,16 +98,12 @@ class Checkpoint:
         What users should know.
     variant : str
         Which variant of the format it is, if there are several.
-    flat : bool
-        Whether the format stores no shapes. Tensors then have one axis until `model.resolve` reshapes them.
     quantization : Quantization, optional
         Which tensors are quantized weights.
-    is_part : bool
-        Whether its format keeps only the language model of a larger model.
     spare : frozenset of str
         Tensors that are dropped if the family does not have them and they are zeros.
-    native : object
-        What only its format knows, for a target of the same format.
+    native : FormatData
+        What only its format knows.
     sources : Sources
         What opened its files, and opens those beside it.
     """
@@ -82,26 +112,18 @@ class Checkpoint:
     format: str
     dialect: Dialect
     tensors: dict[str, Tensor]
-    root: Path
+    description: ModelDescription
     layout: SavedLayout = field(default_factory=SavedLayout)
     iteration: Iteration | None = None
-    args: Mapping[str, Any] | None = None
-    engine: str = "mcore"
-    config: Mapping[str, Any] | None = None
-    recorded: Mapping[str, Any] | None = None
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    beside: tuple[Path, ...] = ()
     optimizer: OptimizerContents = field(default_factory=OptimizerContents)
     dropped: Counter[str] = field(default_factory=Counter)
     replicas: list[Replica] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     variant: str = ""
-    flat: bool = False
     quantization: Quantization | None = None
-    is_part: bool = False
     spare: frozenset[str] = frozenset()
-    native: Any = None
+    native: FormatData = field(default_factory=FormatData)
     sources: Sources = field(default_factory=Sources, compare=False)
 
     def __repr__(self) -> str:
@@ -116,12 +138,7 @@ class Checkpoint:
     @property
     def has_megatron_names(self) -> bool:
         """Whether its tensors are named as in Megatron-Core."""
-        return self.dialect == MEGATRON
-
-    @property
-    def rules(self) -> str:
-        """The dialect whose rules say which tensors it must have. Hub names fit those of any engine."""
-        return self.engine if self.has_hub_names or self.has_megatron_names else self.dialect.name
+        return bool(self.dialect.engine)
 
     @property
     def amount(self) -> str:
@@ -142,10 +159,13 @@ class Checkpoint:
             return "not recorded"
         return f"{recorded} ({', '.join(unrecorded)} not recorded)" if unrecorded else recorded
 
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """Folders with config and tokenizer files, in order of precedence."""
-        return (*self.beside, self.root)
+    def companions(self, *first: Path) -> Companions:
+        """The files of config and tokenizer, of which those in the folders `first` take precedence."""
+        return find_companions(self.sources, *first, *self.description.folders)
+
+    def hints(self) -> list[BaseHint]:
+        """Where its files say that the model comes from."""
+        return find_hints([self.path, self.description.folder], self.sources, self.description.args)
 
     @property
     def parameters(self) -> int:

@@ -59,9 +59,8 @@ class Request:
     """What a format lays out. `tensors` are complete, under the names of `dialect`; `states` are the optimizer states.
 
     `model` has the sizes of the output, and is None for an undeclared family; `config` is its Hugging Face config.
-    `iteration` and `optimizer` are those of the source. `adapter` are the settings of an adapter, None for a model.
-    `quantization` are the settings of weights that the plan quantizes. `engine` is the one that saved a Megatron
-    source, and `native` is what only the format of the source knows. For a target that embeds them, `companions` are
+    `source` is the checkpoint that they are of. `adapter` are the settings of an adapter, None for a model.
+    `quantization` are the settings of weights that the plan quantizes. For a target that embeds them, `companions` are
     the config and the tokenizer of the output, and `name` is that of the model.
     """
 
@@ -70,14 +69,11 @@ class Request:
     layout: Layout
     model: Model | None
     config: Mapping[str, Any]
-    iteration: Iteration | None = None
-    optimizer: Adam | None = None
+    source: Checkpoint
     tensors: Sequence[Planned] = ()
     states: PlannedStates = field(default_factory=dict)
     adapter: Mapping[str, Any] | None = None
     quantization: Mapping[str, Any] | None = None
-    engine: str | None = None
-    native: Any = None
     companions: Mapping[str, bytes] = field(default_factory=dict)
     name: str = ""
 
@@ -85,6 +81,16 @@ class Request:
     def main_dtype(self) -> str:
         """The dtype of most elements: what config.json and Megatron-LM's arguments call the model's dtype."""
         return main_dtype(self.tensors)
+
+    @property
+    def step(self) -> int:
+        """The number of the source's iteration, 0 if it has none."""
+        return self.source.iteration if isinstance(self.source.iteration, int) else 0
+
+    @property
+    def optimizer(self) -> Adam | None:
+        """What the source's optimizer stores besides states."""
+        return self.source.optimizer.adam
 
     @property
     def is_in_memory(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.plain_json import to_json
 from reshard.containers import distributed_safetensors, safetensors
 from reshard.containers.torchfiles import state_dicts
@@ -18,7 +18,7 @@ from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats import weight_files
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.contract import Format, Request, StoredDtypes, Target, Writing
 from reshard.formats.state_dict_names import config_in, state_dict_in, without_buffers
 from reshard.stores import fetch_heads
@@ -58,16 +58,19 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
                 remedy="save the model's state_dict()",
             )
         )
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     dropped = Counter({"rotary buffers": without_buffers(tensors)})
     return Checkpoint(
         path=path,
         format=NAME,
         dialect=HUB,
         tensors=tensors,
-        root=folder,
-        config=config_in(_content(path, sources)) if chosen.files == [path] and _is_torchs(path) else None,
+        description=ModelDescription(
+            folder,
+            config=config_in(_content(path, sources))
+            if chosen.files == [path] and _is_torchs(path)
+            else None,
+        ),
         dropped=+dropped,
         problems=[] if chosen.index else list(weight_files.incomplete_sets(chosen.files)),
         variant=", ".join(sorted({file.suffix.lstrip(".") for file in chosen.files})),

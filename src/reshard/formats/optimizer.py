@@ -10,6 +10,8 @@ from reshard.algebra.tensors import Replica, Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER_STATE = "fp32"
+OPTIMIZER_STATES = "optimizer states"
+"""The rule by which they are dropped."""
 
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
 

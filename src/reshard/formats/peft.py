@@ -14,7 +14,7 @@ from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface, weight_files
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.contract import CheckpointKind, Format, Target, Writing
 from reshard.transfer.plan import OutputFile
 from reshard.transfer.source_files import Sources
@@ -44,7 +44,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         dialect=HUB,
         tensors=tensors,
         replicas=replicas,
-        root=file.parent,
+        description=ModelDescription(file.parent),
         variant=file.suffix.lstrip("."),
     )
 

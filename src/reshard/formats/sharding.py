@@ -5,17 +5,19 @@ A rank's file in torch's format contains `Shard`s; reading and writing use the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
-from reshard.algebra.tensors import Replica, Tensor
+from reshard.algebra.storage import StoredTensor
+from reshard.algebra.tensors import Replica, Tensor, cells_of
 from reshard.algebra.views import View, concat
 from reshard.base.errors import Problem
 from reshard.containers.torchfiles.write import TensorSlot
+from reshard.formats.copied_files import CopyFinder
 from reshard.transfer.plan import Block, Planned
 
 
@@ -80,6 +82,40 @@ class TensorShards:
         views = [shard.view for shard in shards]
         whole = concat(views, self.split.axis) if self.split.parts == 1 else join(views, self.split)
         return Tensor(shards[0].dtype, whole)
+
+
+class CollectedShards:
+    """The shards of all ranks by the name of their tensor. `replicas` are those that several ranks have."""
+
+    def __init__(self) -> None:
+        self.copies = CopyFinder()
+        self.replicas: list[Replica] = []
+        self._tensors: dict[str, TensorShards] = {}
+
+    def __getitem__(self, name: str) -> TensorShards:
+        return self._tensors[name]
+
+    def add(self, name: str, key: str, part: Tensor, split: Split | None, index: int, ranks: int) -> None:
+        """Add the part of one of `ranks`, which its file has as `key`; the complete tensor if it is not cut."""
+        shards = self._tensors.setdefault(name, TensorShards(split, ranks))
+        self.replicas += add_shard(shards.by_rank, index if shards.split else 0, part, name)
+        if shards.split:
+            self.compare(key, part, (name, index))
+
+    def compare(self, key: str, part: Tensor, place: tuple[Hashable, ...]) -> None:
+        """Note what a file has at a place, so that copies of it are found."""
+        for cells in cells_of(part.view):
+            stored = StoredTensor(cells.storage, cells.dtype, part.shape, ())
+            self.copies.add(cells.storage.path, key, place, stored)
+
+    def misfits(self, problems_of: Callable[[str, TensorShards, Split], Iterable[Problem]]) -> list[Problem]:
+        """The problems of all tensors that are cut."""
+        cut = ((name, shards, shards.split) for name, shards in self._tensors.items() if shards.split)
+        return [problem for each in cut for problem in problems_of(*each)]
+
+    def joined(self) -> dict[str, Tensor]:
+        """All tensors, complete. Requires that no shard is missing, and that they fit together."""
+        return {name: shards.joined() for name, shards in self._tensors.items()}
 
 
 def add_shard(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, raise_all
 
 T = TypeVar("T")
 
@@ -33,6 +33,5 @@ def under_new_names(renamed: Iterable[tuple[str, str, T]], file: object = None) 
                 )
             )
         found[new], old_names[new] = item, old
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return found

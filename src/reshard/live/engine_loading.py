@@ -190,7 +190,7 @@ def _warn_of_another_config(engine: InferenceEngine, weights: Weights, folder: s
         engine.logger.warning(
             "The config in %s differs from that of the checkpoint in %s: %s",
             folder,
-            weights.checkpoint.root,
+            weights.checkpoint.description.folder,
             differences,
         )
 

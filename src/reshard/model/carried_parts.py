@@ -55,7 +55,7 @@ class CarriedParts:
                 "pass the model that it was trained from (--base)"
             ]
         if not checkpoint.has_hub_names:
-            added = _native(within, added, checkpoint.rules, self.config)
+            added = _native(within, added, checkpoint.dialect.rules, self.config)
         tensors = {**respelled.checkpoint.tensors, **added}
         note = f"{named} are copied from {self.folder}: the engine keeps none"
         return replace(respelled, checkpoint=replace(respelled.checkpoint, tensors=tensors)), [note]
@@ -73,7 +73,7 @@ class CarriedParts:
         """A problem for each required part that has no tensors, and for each tensor that the folder has otherwise."""
         within = self.family.within
         absent = within.missing(carried) if within else ()
-        missing = _not_kept if self.checkpoint.is_part else _missing
+        missing = _not_kept if self.checkpoint.native.is_part else _missing
         return [
             *(missing(self.checkpoint, self.family, prefix) for prefix in absent),
             *self._unlike_the_folders(carried),
@@ -81,10 +81,10 @@ class CarriedParts:
 
     def _not_saved(self, within: OuterModel) -> list[str]:
         """The prefixes of parts that engines may leave out, and this one did."""
-        if not (self.checkpoint.has_megatron_names or self.checkpoint.is_part):
+        if not (self.checkpoint.has_megatron_names or self.checkpoint.native.is_part):
             return []
         there = self.shapes()
-        kinds = (True, False) if self.checkpoint.is_part else (True,)
+        kinds = (True, False) if self.checkpoint.native.is_part else (True,)
         return [hub for optional in kinds for hub in within.missing(there, optional=optional)]
 
     def _respelled(self, within: OuterModel) -> CarriedParts:
@@ -100,14 +100,14 @@ class CarriedParts:
     def _todays(self, within: OuterModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         hub = self._hub_tensors(within, tensors)
         kept = {name: each for name, each in tensors.items() if within.part(name, native=True) is None}
-        return {**kept, **_native(within, hub, self.checkpoint.rules, self.config)}
+        return {**kept, **_native(within, hub, self.checkpoint.dialect.rules, self.config)}
 
     def _hub_tensors(self, within: OuterModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = {}
         for name, tensor in tensors.items():
             part = within.part(name, native=True)
             for hub, view in (
-                part.on_hub(name, tensor.view, self.checkpoint.rules, self.config) if part else ()
+                part.on_hub(name, tensor.view, self.checkpoint.dialect.rules, self.config) if part else ()
             ):
                 found[hub] = Tensor(tensor.dtype, view)
         return found

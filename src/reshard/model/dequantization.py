@@ -11,7 +11,7 @@ from typing import Any
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError, one_for_all, raise_all
 from reshard.codecs.block_grid import BlockGrid
 from reshard.codecs.decoded_blocks import DequantizedWeight, WeightArithmetic, WeightKind
 from reshard.codecs.grouped_weights import grouped, packing_of
@@ -58,15 +58,16 @@ def dequantized(
     if found is None:
         return checkpoint
     plainly = _Dequantizer(found, checkpoint.tensors, wanted or BFLOAT16)
-    if problems := disagreements(found, checkpoint.tensors, plainly.settings):
-        raise ReshardError(one_for_all(problems, found.weights, str(checkpoint.path)))
+    path = str(checkpoint.path)
+    unlike = disagreements(found, checkpoint.tensors, plainly.settings)
+    raise_all(one_for_all(unlike, found.weights, path))
     if not found.weights or not all(plainly.knows(*each) for each in found.weights.items()):
         raise refused(found, checkpoint.path)
     plainly.wanted = wanted = wanted or _dtype_of_scales(checkpoint)
     made = {name: plainly.plain(name, weight) for name, weight in found.weights.items()}
     weights = {name: tensor for name, tensor in made.items() if isinstance(tensor, Tensor)}
-    if problems := [problem for problem in made.values() if isinstance(problem, Problem)]:
-        raise ReshardError(one_for_all(problems, found.weights, str(checkpoint.path)))
+    misfits = (each for each in made.values() if isinstance(each, Problem))
+    raise_all(one_for_all(misfits, found.weights, path))
     dropped = checkpoint.dropped.copy()
     used = {part_of(name, role) for name, weight in found.weights.items() for role in _used(weight)}
     if unused := sum(checkpoint.tensors[name].nbytes for name in found.beside - used):

@@ -52,8 +52,8 @@ def describe(
     `family` overrides the family that the config names. Where the checkpoint records another config, `trust` ("config"
     or "checkpoint") decides. Raises ReshardError, also if the weights fit only one of the two.
     """
-    config, folder = config_of(checkpoint, base) or {}, base or checkpoint.root
-    if checkpoint.flat:
+    config, folder = config_of(checkpoint, base) or {}, base or checkpoint.description.folder
+    if not checkpoint.native.has_shapes:
         found = named(family) if family else declared(config.get("model_type"))
         with understood(folder / "config.json"):
             checkpoint = _shaped(checkpoint, config, found, folder)
@@ -67,8 +67,8 @@ def describe(
 def _records(described: DescribedCheckpoint, base: Path | None) -> Iterator[Mapping[str, Any]]:
     """What a checkpoint records of its own config: for its reader, and in a config.json that a base replaces."""
     checkpoint = described.checkpoint
-    yield (checkpoint.config if checkpoint.recorded is None else checkpoint.recorded) or {}
-    if rope := yarn_of(checkpoint.args or {}):
+    yield checkpoint.description.stated
+    if rope := yarn_of(checkpoint.description.args):
         yield {"rope_parameters": rope}
     beside = config_beside(checkpoint) if base else None
     if beside and _fits(described, beside):
@@ -117,7 +117,7 @@ def _fits(described: DescribedCheckpoint, recorded: Mapping[str, Any]) -> bool:
     if family is None:
         return True
     try:
-        _, dims = sizes(family, recorded, None, checkpoint, checkpoint.root)
+        _, dims = sizes(family, recorded, None, checkpoint, checkpoint.description.folder)
         own, base = (fit_of(family, each, checkpoint) for each in (recorded, described.config))
         misfits = own.differing - base.differing if own and base else own is None
         return not misfits and not disagreements(checkpoint, family, dims)

@@ -9,24 +9,21 @@ from typing import Any
 from reshard.base.errors import UNUSABLE, ReshardError
 from reshard.families import declared
 from reshard.families.rope import rope_contradictions
-from reshard.folders.allowed_paths import belongs
-from reshard.folders.companions import of_the_hub, read_object
+from reshard.folders.companions import CONFIG, of_the_hub
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.json_beside import object_beside
 from reshard.formats.not_found import download
 from reshard.transfer.source_files import Sources
 
 
 def read_config(folder: Path, sources: Sources) -> dict[str, Any] | None:
     """The config.json in a folder, or None. Raises ReshardError unless it is an object whose `model_type` is text."""
-    path = folder / "config.json"
-    if not (path.is_file() and belongs(path, folder, sources)):
-        return None
-    config = read_object(path, sources)
-    if not isinstance(config.get("model_type"), str | None):
+    config = object_beside(folder, CONFIG, sources)
+    if config and not isinstance(config.get("model_type"), str | None):
         raise ReshardError(
             "config-json-unreadable",
             "config.json cannot be read",
-            file=str(path),
+            file=str(folder / CONFIG),
             expected="a name as model_type",
             found=f"model_type {config['model_type']}",
             remedy="copy or download it again",
@@ -60,17 +57,17 @@ def config_of(checkpoint: Checkpoint, base: Path | None = None) -> dict[str, Any
     config = (
         read_base(base, sources)
         if base
-        else of_the_hub(read_config(checkpoint.root, sources), checkpoint.config)
+        else of_the_hub(read_config(checkpoint.description.folder, sources), checkpoint.description.config)
     )
     if not config:
         return None
-    return changed(config, checkpoint.changes)
+    return changed(config, checkpoint.description.changes)
 
 
 def config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """The config of the language model beside a checkpoint, with its defaults; None if it is of no use."""
     try:
-        found = read_config(checkpoint.root, checkpoint.sources)
+        found = read_config(checkpoint.description.folder, checkpoint.sources)
         if found is None or found.get("model_type") is None or contradictions(found):
             return None
         family = declared(found["model_type"])

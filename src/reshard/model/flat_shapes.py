@@ -9,7 +9,7 @@ from math import prod
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError, one_for_all, raise_all
 from reshard.families.binding import Binding
 from reshard.families.transformers_5 import MemoryNames
 from reshard.formats.checkpoint import Checkpoint
@@ -42,8 +42,7 @@ def shaped(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Che
             tensors[name] = Tensor(tensor.dtype, tensor.view.reshape(*shape))
         else:
             problems.append(_misfit(name, tensor, shape))
-    if problems:
-        raise ReshardError(one_for_all(problems, checkpoint.tensors, str(checkpoint.path)))
+    raise_all(one_for_all(problems, checkpoint.tensors, str(checkpoint.path)))
     return replace(checkpoint, tensors=tensors)
 
 

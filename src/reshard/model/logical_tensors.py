@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, one_for_all, raise_all
 from reshard.families import live_names
 from reshard.families.binding import Binding, BoundTensor, DroppedElements
 from reshard.families.dialect import HUB
@@ -112,7 +112,7 @@ def logical_tensors(source: ResolvedCheckpoint) -> LogicalTensors:
         if not checkpoint.quantization:  # a quantized copy was rounded on its own
             kept = {name: each for name, each in kept.items() if name not in {copy.tensor for copy in copies}}
         return LogicalTensors(checkpoint, kept, copies)
-    binding = model.binding(checkpoint.rules)
+    binding = model.binding(checkpoint.dialect.rules)
     if checkpoint.has_hub_names:
         _check(checkpoint, binding.hf, binding.copies)
         if checkpoint.quantization:  # its parts keep their names
@@ -304,5 +304,4 @@ def _check(
                 else "pass the config that belongs to these weights: --base DIR",
             )
         )
-    if problems:
-        raise ReshardError(one_for_all(problems, have.keys() | wanted.keys(), str(checkpoint.path)))
+    raise_all(one_for_all(problems, have.keys() | wanted.keys(), str(checkpoint.path)))

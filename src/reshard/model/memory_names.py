@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, assemble
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, raise_all
 from reshard.families.transformers_5 import ExpertNames, MemoryNames
 from reshard.formats import apply_renamings
 from reshard.formats.checkpoint import Checkpoint
@@ -132,9 +131,7 @@ def live_tensors(tensors: Iterable[Planned], live: MemoryNames | None) -> list[P
             stack = stacks.setdefault(place.fused, _FusedParts(place.fused, place.halves))
             stack.parts[place.expert, place.half] = tensor
             result.setdefault(place.fused, tensor)  # keeps its position
-    problems = [problem for stack in stacks.values() for problem in stack.problems()]
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problem for stack in stacks.values() for problem in stack.problems())
     return [stacks[name].planned() if name in stacks else tensor for name, tensor in result.items()]
 
 

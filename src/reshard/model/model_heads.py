@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.families import Family, in_memory
 from reshard.families.dialect import HUB
 from reshard.formats.checkpoint import Checkpoint
@@ -41,7 +41,7 @@ def resolve_if_declared(described: DescribedCheckpoint, trust: str = "checkpoint
         return as_named(described)
     layers = _layers(described.checkpoint, described.family)
     has_usual = not (has_other_head(described.config) or (layers and layers.moved))
-    if described.checkpoint.flat or layers is None or has_usual:
+    if not described.checkpoint.native.has_shapes or layers is None or has_usual:
         return resolve(described, trust, computes=False)
     _check(described, layers, trust)
     return as_named(described)
@@ -141,7 +141,7 @@ def _check(described: DescribedCheckpoint, layers: _LayerPrefixes, trust: str) -
         if not prefix:  # a head may be next to the layers
             parts = {
                 name.split(".")[1]
-                for name in resolved.declared.binding(checkpoint.engine).hf
+                for name in resolved.declared.binding(checkpoint.dialect.rules).hf
                 if name.startswith(usual)
             }
             heads = {name for name in inner.tensors if name.split(".")[1] not in parts}
@@ -152,8 +152,7 @@ def _check(described: DescribedCheckpoint, layers: _LayerPrefixes, trust: str) -
         problems += [_renamed(each, layers) for each in error.problems]
     if prefix and below >= checkpoint.tensors.keys():
         problems += _without_head(checkpoint, config)
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
 
 
 def _without_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Problem]:

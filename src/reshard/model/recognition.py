@@ -126,7 +126,7 @@ def _alike(model_type: Any, family: Family, checkpoint: Checkpoint, settings: st
     return Problem(
         "model-type-unknown" if checkpoint.has_hub_names else "model-type-unknown-here",
         f"{not_known(model_type)}, though the tensors are named as in {family.name}",
-        file=str(checkpoint.root / "config.json"),
+        file=str(checkpoint.description.folder / "config.json"),
         rule="scales, windows, rotary embedding and activation do not show in the names and shapes of tensors",
         found=f"model_type {model_type}" if model_type else None,
         remedy=f"{insist}; {_keeping()}" if checkpoint.has_hub_names else insist,
@@ -138,7 +138,7 @@ def _differs(model_type: Any, family: Family, checkpoint: Checkpoint, known: str
     return Problem(
         "model-type-differs" if checkpoint.has_hub_names else "model-type-differs-here",
         f"{family.name} computes something else than this model",
-        file=str(checkpoint.root / "config.json"),
+        file=str(checkpoint.description.folder / "config.json"),
         rule=known,
         found=f"model_type {model_type}",
         remedy=_keeping()
@@ -196,7 +196,7 @@ def fit_of(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) ->
         text = family.config.text(config)
         args = family.config.to_args(text)
         dims = Dims.from_args(args, int(text["vocab_size"]), padded_rows(checkpoint))
-        rules = family.rules_of(checkpoint.rules)
+        rules = family.rules_of(checkpoint.dialect.rules)
         binding = Binding(rules(dims) if rules else ())
     except (*UNUSABLE, ReshardError):
         return None
@@ -215,7 +215,7 @@ def by_args(checkpoint: Checkpoint, family: Family | None) -> tuple[Family, list
     Families that compute something else than the arguments state are considered only if no other matches. An unlikely
     family does not replace a likely one that computes something else: only `--family` can say that it is meant.
     """
-    if not describes_model(checkpoint.args):
+    if not describes_model(checkpoint.description.args):
         raise ReshardError(
             "model-unknown",
             "unknown model: no config found",
@@ -226,7 +226,7 @@ def by_args(checkpoint: Checkpoint, family: Family | None) -> tuple[Family, list
         )
     if family:
         return _of_one_part(family, checkpoint), []
-    rows, given = embedding_rows(checkpoint), checkpoint.args or {}
+    rows, given = embedding_rows(checkpoint), checkpoint.description.args
     if noted := declared(given.get(MODEL_TYPE)):
         return _of_one_part(noted, checkpoint), []
     fitting: list[Family] = []

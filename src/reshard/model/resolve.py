@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, understood
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, raise_all, understood
 from reshard.families import Family
 from reshard.families.config_entries import first
 from reshard.families.disagreements import COMPUTED, agreed
@@ -82,7 +82,7 @@ def _resolved(described: DescribedCheckpoint, trust: str, *, computes: bool) -> 
     else:
         found, notes = recognition.by_args(checkpoint, described.family)
         parts = CarriedParts(checkpoint, found, config, described.folder)
-        args = dict(checkpoint.args or {})
+        args = dict(checkpoint.description.args)
         text = found.config.to_config(args)
         text.update(model_type=found.name, architectures=[found.architecture])
         text["vocab_size"] = vocabulary.counted(checkpoint, args)
@@ -91,13 +91,12 @@ def _resolved(described: DescribedCheckpoint, trust: str, *, computes: bool) -> 
     args, dims = sizes(found, text, args, checkpoint, described.folder)
     if found.drops_router_bias and not dims.router_bias:
         notes = [*notes, "there is no bias of the router: mcore-bridge saves none"]
-    warnings = _misdescribed(found, config, file, yarn_of(checkpoint.args or {})) if computes else []
+    warnings = _misdescribed(found, config, file, yarn_of(checkpoint.description.args)) if computes else []
     carried = parts.shapes()
     problems = [*disagreements(checkpoint, found, dims), *parts.problems(carried)]
     if checkpoint.has_hub_names:
         problems += [each for each in warnings if each.severity == "error"]
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     # The weights are the same, or it was trained this way.
     warnings = [
         *described.warnings,
@@ -105,7 +104,7 @@ def _resolved(described: DescribedCheckpoint, trust: str, *, computes: bool) -> 
     ]
     if computes and not found.judged:
         warnings.append(_not_judged(found, file))
-    if checkpoint.args:
+    if checkpoint.description.args:
         agreed_on, args, differing = _agreed(found, text, checkpoint, trust, file)
         text = dict(agreed_on)
         warnings += differing
@@ -119,7 +118,7 @@ def _agreed(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], list[Problem]]:
     """`disagreements.agreed`. Raises ReshardError if an argument has another type than in Megatron-LM."""
     try:
-        return agreed(family.config, config, checkpoint.args or {}, trust, str(file))
+        return agreed(family.config, config, checkpoint.description.args, trust, str(file))
     except UNUSABLE as error:
         raise ReshardError(
             "arguments-incomplete-for-family",
@@ -145,7 +144,7 @@ def _not_judged(family: Family, file: Path) -> Problem:
 
 
 def _refuse_contradictions(config: Mapping[str, Any], file: Path) -> None:
-    problems = [
+    raise_all(
         Problem(
             "config-contradicts-itself",
             "config.json contradicts itself",
@@ -155,9 +154,7 @@ def _refuse_contradictions(config: Mapping[str, Any], file: Path) -> None:
             remedy="correct it, or pass a folder with a correct config: --base DIR",
         )
         for text in contradictions(config)
-    ]
-    if problems:
-        raise ReshardError(problems)
+    )
 
 
 def _misdescribed(

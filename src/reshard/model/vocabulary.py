@@ -14,7 +14,6 @@ from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.families import Family
 from reshard.families.sized_family import Model
-from reshard.folders.companions import find_companions
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.formats.options import VOCABULARY_UNIT
@@ -81,7 +80,7 @@ def counted(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
     those beyond are more than padding: a model may have trained rows that its tokenizer does not name.
     """
     rows = embedding_rows(checkpoint)
-    counts = args.get("vocab_size"), find_companions(checkpoint.sources, *checkpoint.folders).vocab_size
+    counts = args.get("vocab_size"), checkpoint.companions().vocab_size
     tokens = min(max((int(count) for count in counts if count), default=rows), rows)
     return tokens if _is_padding(checkpoint, tokens) else rows
 
@@ -95,8 +94,8 @@ def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> 
     if rows == declared:
         return None  # skip the tokenizer, which may take long to read
     folders = (
-        find_companions(checkpoint.sources, base, *checkpoint.folders),
-        find_companions(checkpoint.sources, *checkpoint.folders),
+        checkpoint.companions(base),
+        checkpoint.companions(),
     )
     tokens = folders[0].vocab_size
     # For example, Qwen2.5's config has 151,936 rows for 151,665 tokens.
@@ -109,7 +108,7 @@ def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> 
     # padding.
     counts = [
         (max(folder.named_ids for folder in folders), "the tokenizer has"),
-        (int((checkpoint.args or {}).get("vocab_size") or 0), "the checkpoint's arguments have"),
+        (int(checkpoint.description.args.get("vocab_size") or 0), "the checkpoint's arguments have"),
     ]
     named, as_counted = max(count for count in [*counts, (declared, "")] if count[0] <= rows)
     if named > declared and _have_values(checkpoint, declared, named):
@@ -153,7 +152,7 @@ def _most_rows(checkpoint: Checkpoint, vocab: int) -> int:
 
     Where arguments do not record Megatron-LM's unit, its default counts, once for each rank that stored a piece.
     """
-    args = checkpoint.args or {}
+    args = checkpoint.description.args
     pieces = len(embedding(checkpoint)[1].view.pieces) if checkpoint.dialect.sharded else 1
     tp = checkpoint.layout.tp or pieces
     if unit := args.get("make_vocab_size_divisible_by"):

@@ -58,10 +58,10 @@ def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32
     if checkpoint.has_hub_names:
         from reshard.oracle.transformers import transformers_logits
 
-        return transformers_logits(checkpoint.root, tokens)
+        return transformers_logits(checkpoint.description.folder, tokens)
     from reshard.oracle.megatron.logits import megatron_logits
 
-    args = side.model.args if side.model else checkpoint.args or {}
+    args = side.model.args if side.model else checkpoint.description.args
     # torch_dist loads on one rank whatever its layout was; legacy files only in their own layout.
     layout = checkpoint.layout.complete() if checkpoint.format == "megatron-legacy" else None
     return megatron_logits(checkpoint.path, tokens, args=args, layout=layout).logits
@@ -75,7 +75,7 @@ def _require_family(side: Side) -> None:
     """Raise ReshardError if megatron-core would have to compute a family that it does not have."""
     if side.checkpoint.has_hub_names or side.model is None:
         return
-    engine = side.model.family.engine_for(side.checkpoint.engine)
+    engine = side.model.family.engine_for(side.checkpoint.dialect.engine or MCORE)
     if engine != MCORE:
         raise ReshardError(
             "logits-megatron-lacks-family",

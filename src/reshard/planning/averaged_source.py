@@ -17,7 +17,6 @@ from reshard.algebra.views import View
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed
 from reshard.families.dialect import HUB
 from reshard.families.disagreements import COMPUTED, RUN_CHOICES
-from reshard.folders.companions import find_companions
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import KEEPS_ITS_DTYPE, CheckpointKind
@@ -58,7 +57,7 @@ def averaged_source(
     """
     assert options.average
     checkpoints = _opened(last, options.average, options)
-    home = last.root if read_config(last.root, last.sources) else None
+    home = last.description.folder if read_config(last.description.folder, last.sources) else None
     sides = _each(lambda each: hub_tensors_of(each, _alone(each, options, home)), checkpoints)
     paths = [each.path for each in checkpoints]
     problems = [
@@ -78,12 +77,14 @@ def averaged_source(
         tensors=tensors,
         variant=f"average of {len(sides)} checkpoints",
         iteration=None,
-        config=own.config,
-        changes={"vocab_size": model.text["vocab_size"]} if model else {},
+        description=replace(
+            own.source.checkpoint.description,
+            config=own.config,
+            changes={"vocab_size": model.text["vocab_size"]} if model else {},
+        ),
         optimizer=OptimizerContents(),
-        flat=False,
+        native=replace(own.source.checkpoint.native, has_shapes=True, is_part=False),
         quantization=None,
-        is_part=False,
         spare=frozenset(),
         dropped=sum((side.dropped for side in sides), Counter()),
         replicas=[*chain.from_iterable(side.replicas for side in sides), *replicas],
@@ -254,9 +255,9 @@ def _other_configs(sides: Sequence[HubTensors], paths: Sequence[Path]) -> Iterat
 def _other_tokenizers(checkpoints: Sequence[Checkpoint]) -> Iterator[Problem]:
     """A problem for each checkpoint in whose tokenizer ids stand for other tokens than in that of the last one."""
     *others, last = checkpoints
-    wanted = find_companions(last.sources, *last.folders).tokens_by_id
+    wanted = last.companions().tokens_by_id
     for each in others if wanted else ():
-        tokens = find_companions(each.sources, *each.folders).tokens_by_id
+        tokens = each.companions().tokens_by_id
         differing = [number for number in sorted(tokens.keys() & wanted) if tokens[number] != wanted[number]]
         if differing:
             number = differing[0]

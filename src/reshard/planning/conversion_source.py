@@ -8,8 +8,7 @@ from pathlib import Path
 from reshard.adapters import checkpoint_kind
 from reshard.base.errors import ReshardError
 from reshard.base.options import options_of
-from reshard.folders import companions
-from reshard.folders.base_hints import BASE, find_hints
+from reshard.folders.base_hints import BASE
 from reshard.formats import huggingface, peft, writable, written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind, Format
@@ -101,12 +100,12 @@ def _with_hinted_base(source: ConversionSource) -> ConversionSource:
     checkpoint, options = source.checkpoint, source.options
     if options.state_dict:
         return source
-    own = companions.find_companions(checkpoint.sources, *checkpoint.folders)
+    own = checkpoint.companions()
     if options.base_path or (own.config and (own.has_tokenizer or options.no_tokenizer)):
         return source
     notes = list(checkpoint.notes)
     base = None
-    for hint in find_hints([checkpoint.path, checkpoint.root], checkpoint.sources, checkpoint.args):
+    for hint in checkpoint.hints():
         if hint.kind == BASE:
             notes.append(str(hint))
             if hint.exists and (Path(hint.value) / "config.json").is_file():

@@ -71,9 +71,12 @@ def merged_source(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[C
             tensors=result,
             variant=_variant(adapter, base),
             iteration=None,
-            config=of_base.config or checkpoint.config,
-            changes=changes,
-            beside=(checkpoint.root,),
+            description=replace(
+                origin.description,
+                config=of_base.config or checkpoint.description.config,
+                changes=changes,
+                tokenizers=(checkpoint.description.folder,),
+            ),
             optimizer=OptimizerContents(),
             dropped=+(Counter({**origin.dropped, **checkpoint.dropped}) + dropped),
             replicas=[*checkpoint.replicas, *of_base.replicas],
@@ -122,7 +125,7 @@ def adapter_base(
         raise ReshardError(base.problems)
     base = dequantized(base, OutputTypes(options.dtype).wanted, adapters.quantized_base)
     if base.has_hub_names:
-        return AdapterBase(base, base.tensors, base.replicas, base.config, Counter(), notes)
+        return AdapterBase(base, base.tensors, base.replicas, base.description.config, Counter(), notes)
     resolved = resolve(describe(base, family=options.family))
     logical = logical_tensors(resolved)
     weights = {name: Tensor(item.dtype, logical.view(name)) for name, item in logical.tensors.items()}
@@ -211,7 +214,7 @@ def _notes(adapter: adapters.Adapter, base: Checkpoint | None, result: Mapping[s
     notes = (
         [f"the adapter's settings are those of {adapter.settings.source}"] if adapter.settings.source else []
     )
-    tied = read_config(base.root, base.sources) if base else None
+    tied = read_config(base.description.folder, base.sources) if base else None
     if unties(adapter) and tied and tied.get("tie_word_embeddings"):
         notes.append(
             "the adapter changed the embedding or the head, so they are no longer tied: tie_word_embeddings false"

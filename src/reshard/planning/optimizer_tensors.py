@@ -12,12 +12,11 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.formats import written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import Format
-from reshard.formats.optimizer import MASTER_STATE
+from reshard.formats.optimizer import MASTER_STATE, OPTIMIZER_STATES
 from reshard.model.logical_tensors import LogicalTensor, LogicalTensors
 from reshard.planning.target_tensors import OutputTypes, sources_of
 
 FLOAT32 = BY_NAME["float32"]
-OPTIMIZER_STATES = "optimizer states"
 REPLACED = "weights replaced by their masters"
 
 

@@ -39,10 +39,12 @@ def _companions(
         return companions.Companions({})
     if is_adapter:
         return companions.find_companions(
-            checkpoint.sources, *([] if options.no_tokenizer else [checkpoint.root])
+            checkpoint.sources, *([] if options.no_tokenizer else [checkpoint.description.folder])
         )
     base = [options.base_path] if options.base_path else []
-    return companions.find_companions(checkpoint.sources, *checkpoint.beside, *base, checkpoint.root)
+    return companions.find_companions(
+        checkpoint.sources, *checkpoint.description.tokenizers, *base, checkpoint.description.folder
+    )
 
 
 def lacking(checkpoint: Checkpoint, kind: CheckpointKind, options: ConversionOptions) -> list[Problem]:
@@ -73,7 +75,7 @@ def lacking(checkpoint: Checkpoint, kind: CheckpointKind, options: ConversionOpt
         Problem(
             "tokenizer-not-beside-checkpoint",
             "tokenizer not found next to the checkpoint",
-            file=str(checkpoint.root),
+            file=str(checkpoint.description.folder),
             rule="the output must load without any other folder",
             expected="tokenizer.json, tokenizer.model or vocab.json",
             found="; ".join(files.notes) or None,
@@ -88,7 +90,7 @@ MAX_CARD_BYTES = 1 << 20
 
 def embedding(checkpoint: Checkpoint, request: Request, available: companions.Companions) -> Request:
     """The request with the contents of config.json, tokenizer and model card, for a format that stores them itself."""
-    folder = request.options.base_path or checkpoint.root
+    folder = request.options.base_path or checkpoint.description.folder
     contents = {name: checkpoint.sources.read(file) for name, file in available.files.items()}
     card = folder / CARD
     if card.is_file() and belongs(card, folder, checkpoint.sources) and card.stat().st_size < MAX_CARD_BYTES:
@@ -124,7 +126,7 @@ def _config(checkpoint: Checkpoint, request: Request) -> bytes:
         raise ReshardError(
             "config-not-beside-checkpoint",
             "config.json not found next to the checkpoint",
-            file=str(checkpoint.root),
+            file=str(checkpoint.description.folder),
             rule="the output must load without any other folder",
             expected="the config.json of the model",
             found="; ".join(checkpoint.notes) or None,
@@ -138,7 +140,7 @@ def _config(checkpoint: Checkpoint, request: Request) -> bytes:
         config = {**config, **settings_as_told(request.quantization)}
     config = _tied_in_all(config, request)
     table = request.model.family.config if request.model else None
-    with understood(checkpoint.root / companions.CONFIG):
+    with understood(checkpoint.description.folder / companions.CONFIG):
         return to_json(portable_config(config, _computing_dtype(checkpoint, request), table))
 
 

@@ -40,10 +40,7 @@ class PreparedSource:
             self.options.layout,
             model.padded(model.dims.vocab) if model else None,
             self.resolved.config,
-            checkpoint.iteration,
-            checkpoint.optimizer.adam,
-            engine=checkpoint.engine if checkpoint.has_megatron_names else None,
-            native=checkpoint.native,
+            checkpoint,
         )
         return target.fit(request) if target.fit else request
 
@@ -77,8 +74,8 @@ def _storable(source: ConversionSource, target: Target) -> Checkpoint:
 
 def _resolved(checkpoint: Checkpoint, target: Target, options: ConversionOptions) -> ResolvedCheckpoint:
     """The model of a checkpoint. If names are not converted, its family need not be declared."""
-    if options.state_dict and checkpoint.has_hub_names and not checkpoint.flat:
-        return as_named(DescribedCheckpoint(checkpoint, {}, checkpoint.root, None))
+    if options.state_dict and checkpoint.has_hub_names and checkpoint.native.has_shapes:
+        return as_named(DescribedCheckpoint(checkpoint, {}, checkpoint.description.folder, None))
     described = describe(checkpoint, options.base_path, options.family, options.trust)
     if not target.names.are_derived:
         refuse_other_head(described)

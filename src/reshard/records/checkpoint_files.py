@@ -97,7 +97,7 @@ def _of_the_checkpoint(folder: Path) -> tuple[set[PurePosixPath], tuple[str, ...
     try:
         checkpoint = open_checkpoint(folder)
         read = map(Path, checkpoint.sources.paths)
-        beside = find_companions(checkpoint.sources, folder, checkpoint.root)
+        beside = find_companions(checkpoint.sources, folder, checkpoint.description.folder)
         paths = [*read, *beside.files.values(), folder / RECORD]
     except (ReshardError, OSError):
         return set(), ()

@@ -11,7 +11,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -36,18 +36,14 @@ class Planned(NamedTuple):
     shape: tuple[int, ...]
     source: Callable[[], View]
 
+    @staticmethod
+    def of(name: str, tensor: Tensor, dtype: DType | None = None) -> Planned:
+        """A tensor of a checkpoint under another name, and in another dtype."""
+        return Planned(name, dtype or tensor.dtype, tensor.shape, lambda: tensor.view)
+
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
-
-    @staticmethod
-    def of(name: str, tensor: Tensor, dtype: DType | None = None) -> Planned:
-        """A tensor of the source, in its own dtype or another one."""
-        return Planned(name, dtype or tensor.dtype, tensor.shape, partial(_view_of, tensor))
-
-
-def _view_of(tensor: Tensor) -> View:
-    return tensor.view
 
 
 class OutputCommand(NamedTuple):

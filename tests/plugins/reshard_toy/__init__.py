@@ -16,7 +16,7 @@ from reshard.families.dialects import torchtitan
 from reshard.families.rules import Dims, Native, Rule
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.contract import Format, Naming, Target, Writing
 from reshard.transfer.plan import Block, OutputFile
 from reshard.transfer.source_files import Sources
@@ -58,7 +58,7 @@ def read(path: Path, sources: Sources, iteration: Iteration | None = None) -> Ch
             strides.insert(0, strides[0] * size)
         storage = Storage(str(path / DATA), offset, nbytes)
         tensors[name] = Tensor.stored(StoredTensor(storage, dtype(kind), tuple(shape), tuple(strides)))
-    return Checkpoint(path, NAME, Dialect(NAME), tensors, root=path)
+    return Checkpoint(path, NAME, Dialect(NAME), tensors, description=ModelDescription(path))
 
 
 class ToyWriting(Writing):

@@ -20,38 +20,37 @@ from pathlib import Path
 
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import assemble, overlaps
-from reshard.base.errors import Problem, ReshardError, cause_of, listed
+from reshard.base.errors import Problem, ReshardError, cause_of, listed, raise_all
 from reshard.containers.dcp_chunks import METADATA, ChunkFolder
 from reshard.containers.dcp_metadata import DcpMetadata, DcpTensor, read_metadata, spans
 from reshard.containers.torchfiles.read import ChunkReader
 from reshard.families.dialect import HUB
 from reshard.families.dialects.torchtitan import TORCHTITAN
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.contract import Writing, stateless
 from reshard.formats.copied_files import CopyFinder, explained
 from reshard.formats.dcp import olmo_core, torchtitan
 from reshard.formats.dcp.optimizer_states import OPTIMIZER_KEY as OPTIMIZER_NEST
 from reshard.formats.dcp.optimizer_states import DcpOptimizer, read_optimizer, step_tensor
-from reshard.formats.optimizer import MOMENTS, OptimizerContents, OptimizerStates
+from reshard.formats.dropped import OTHER_OBJECTS, PROGRESS, RANDOM_STATES, SCHEDULES, rule_of
+from reshard.formats.optimizer import MOMENTS, OPTIMIZER_STATES, OptimizerContents, OptimizerStates
 from reshard.formats.state_dict_names import prefix_of
 from reshard.transfer.plan import OutputFile
 from reshard.transfer.source_files import Sources
 
 NAME = "dcp"
-OPTIMIZER = "optimizer states"
 NAMINGS = (torchtitan.in_its_dialect, olmo_core.in_its_dialect)
 """For each engine with names of its own: the checkpoint in its dialect or the Hub's; None if the names are not its."""
 
 SAVE_MODEL_ALONE = "load the model that you want with dcp.load, and save it alone with dcp.save"
 WEIGHTS_ONLY = "a Trainer FSDP checkpoint: weights only, no config or tokenizer; pass --base"
-PROGRESS = "training progress"
 NOT_WEIGHTS = tuple(
     (re.compile(rf"(\w+\.){{0,2}}{pattern}"), rule)
     for pattern, rule in (
-        (r"optim(izer)?s?(_state)?(_dict)?\..*", OPTIMIZER),
-        (r"(lr_)?schedulers?(\..*)?", "learning rate schedules"),
-        (r"(rng|random)(_\w+)?(\..*)?", "random number states"),
+        (r"optim(izer)?s?(_state)?(_dict)?\..*", OPTIMIZER_STATES),
+        (r"(lr_)?schedulers?(\..*)?", SCHEDULES),
+        (r"(rng|random)(_\w+)?(\..*)?", RANDOM_STATES),
         (r"data_?loader\w*(\..*)?", "data loader states"),
         (r"(train_state|trainer_state|progress)(\..*)?", PROGRESS),
         (r".*\b_extra_state\b.*", "extra states"),
@@ -114,7 +113,7 @@ def _open(path: Path, sources: Sources, step: int | None) -> Checkpoint:
         format=NAME,
         dialect=HUB,
         tensors=tensors,
-        root=path,
+        description=ModelDescription(path),
         iteration=step,
         optimizer=OptimizerContents(
             _states(parts.optimizer | (beside.tensors if beside else {}), weights, sources),
@@ -175,16 +174,16 @@ class _SortedKeys:
         for key, tensor in metadata.tensors.items():
             self._add(key, tensor)
         for key, chunk in metadata.objects.items():
-            self.dropped[_rule_of(key) or "other objects"] += chunk.length
+            self.dropped[rule_of(key, NOT_WEIGHTS) or OTHER_OBJECTS] += chunk.length
 
     def _add(self, key: str, tensor: DcpTensor) -> None:
-        rule = _rule_of(key)
-        if rule == OPTIMIZER:
+        rule = rule_of(key, NOT_WEIGHTS)
+        if rule == OPTIMIZER_STATES:
             self.optimizer[key] = tensor
         if not rule and not tensor.shape and SCALAR_PROGRESS.fullmatch(key):
             rule = PROGRESS
         if rule:
-            self.dropped[rule] += _nbytes(tensor)
+            self.dropped[rule] += tensor.nbytes
         else:
             self._candidates[key] = tensor
 
@@ -192,9 +191,7 @@ class _SortedKeys:
         """The tensors of the one model, by name. Raises ReshardError if there is none, or more than one."""
         nests = self._nests()
         for prefix in [each for each, found in nests.items() if not any(t.shape for t in found.values())]:
-            self.dropped[PROGRESS] += sum(
-                map(_nbytes, nests.pop(prefix).values())
-            )  # scalars beside the model
+            self.dropped[PROGRESS] += _nbytes(nests.pop(prefix))  # scalars beside the model
         if not nests:
             raise ReshardError(
                 "dcp-without-weights",
@@ -203,7 +200,7 @@ class _SortedKeys:
                 found=", ".join(sorted(self.dropped)) or "an empty state dict",
                 remedy="pass the folder of the model next to it, such as pytorch_model_fsdp_0",
             )
-        self.prefix = max(nests, key=lambda prefix: sum(map(_nbytes, nests[prefix].values())))
+        self.prefix = max(nests, key=lambda prefix: _nbytes(nests[prefix]))
         weights = nests.pop(self.prefix)
         problems = []
         for prefix, others in nests.items():
@@ -212,8 +209,7 @@ class _SortedKeys:
             else:
                 problems.append(_another_model(folder, self.prefix, prefix, others))
         problems += _mixed(folder, weights)
-        if problems:
-            raise ReshardError(problems)
+        raise_all(problems)
         return weights
 
     def _nests(self) -> dict[str, dict[str, DcpTensor]]:
@@ -234,12 +230,8 @@ class _SortedKeys:
         return dict(nests)
 
 
-def _rule_of(key: str) -> str | None:
-    return next((rule for pattern, rule in NOT_WEIGHTS if pattern.fullmatch(key)), None)
-
-
-def _nbytes(tensor: DcpTensor) -> int:
-    return prod(tensor.shape) * tensor.dtype.itemsize
+def _nbytes(tensors: Mapping[str, DcpTensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _alike(one: DcpTensor, other: DcpTensor) -> bool:
@@ -315,8 +307,7 @@ class _ChunkAssembler:
     def finish(self) -> None:
         """Close all files. Raises ReshardError listing the tensors that are incomplete."""
         self._chunks.close()
-        if self._problems:
-            raise ReshardError(self._problems)
+        raise_all(self._problems)
 
 
 # ------------------------------------------------------------------------------------- optimizer states
@@ -331,8 +322,8 @@ def _optimizer_beside(path: Path, sources: Sources, parts: _SortedKeys) -> DcpMe
     if folder is None or not (folder / METADATA).is_file():
         return None
     metadata = read_metadata(folder / METADATA, sources)
-    parts.dropped[OPTIMIZER] += sum(map(_nbytes, metadata.tensors.values()))
-    parts.dropped[OPTIMIZER] += sum(chunk.length for chunk in metadata.objects.values())
+    parts.dropped[OPTIMIZER_STATES] += _nbytes(metadata.tensors)
+    parts.dropped[OPTIMIZER_STATES] += sum(chunk.length for chunk in metadata.objects.values())
     return metadata
 
 

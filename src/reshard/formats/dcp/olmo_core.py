@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, one_for_all, said
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, one_for_all, raise_all, said
 from reshard.folders.companions import CONFIG, read_object
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp.olmo_core_config import OlmoModel
@@ -58,9 +58,7 @@ def in_its_dialect(checkpoint: Checkpoint) -> Checkpoint | None:
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     try:
         model = OlmoModel(content, most=len(shapes))
-        problems = model.unsupported(file) or _differences(model, shapes, file)
-        if problems:
-            raise ReshardError(problems)
+        raise_all(model.unsupported(file) or _differences(model, shapes, file))
         config = model.config()
     except UNUSABLE as error:
         raise ReshardError(
@@ -74,8 +72,8 @@ def in_its_dialect(checkpoint: Checkpoint) -> Checkpoint | None:
     return replace(
         checkpoint,
         tensors=_respelled(model, checkpoint.tensors),
-        config=config,
-        changes=config,  # a base may be of another size, and only have the same tokenizer
+        # A base may be of another size, and only have the same tokenizer.
+        description=replace(checkpoint.description, config=config, changes=config),
         optimizer=checkpoint.optimizer.changed(partial(_respelled, model)),
         notes=[*checkpoint.notes, *model.notes()],
     )

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from reshard.algebra.tensors import Tensor
 from reshard.families.dialects.torchtitan import EMBEDDING, HEAD, TORCHTITAN
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, FormatData
 from reshard.formats.copied_files import same_bytes
 from reshard.formats.unique_names import under_new_names
 
@@ -65,7 +65,7 @@ def in_its_dialect(checkpoint: Checkpoint) -> Checkpoint | None:
         optimizer=replace(checkpoint.optimizer, states={}),
         dropped=dropped,
         notes=notes,
-        is_part=True,
+        native=FormatData(is_part=True),
         spare=spare,
     )
 

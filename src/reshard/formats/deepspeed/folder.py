@@ -17,7 +17,7 @@ from reshard.base.errors import ReshardError
 from reshard.families.dialect import HUB
 from reshard.folders.allowed_paths import folders_in, is_here
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.deepspeed.step_files import holds_step, is_universal, read_step
 from reshard.formats.deepspeed.universal import read_universal
 from reshard.formats.deepspeed.zero import read_weights
@@ -77,7 +77,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         format=NAME,
         dialect=HUB,
         tensors=_without(prefix, weights.tensors),
-        root=_root(folder),
+        description=ModelDescription(_root(folder)),
         iteration=_number(folder.resolve().name),
         optimizer=weights.optimizer.changed(partial(_without, prefix)),
         dropped=+weights.dropped,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.algebra.storage import StoredTensor
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.containers.torchfiles.pickles import Opaque
 from reshard.containers.torchfiles.read import read_dict, scalar
 from reshard.containers.torchfiles.untrusted import stored_in, values_of
@@ -103,8 +103,7 @@ def read_models(folder: Path, sources: Sources) -> dict[int, LoadedFile]:
     models = _models(found, sources, {}, problems)
     if 0 in models:
         problems += _missing_models(StepFiles(folder, models))
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return models
 
 
@@ -133,8 +132,7 @@ def read_step(folder: Path, sources: Sources) -> StepFiles:
     problems += _copies(files.models, _frozen_matrices)
     problems += _other_steps(files.models, _global_steps)
     problems += _other_steps(files.optimizers, _optimizer_steps)
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return files
 
 
@@ -180,8 +178,7 @@ def _by_rank(
             result[rank] = _read(path, sources)
         except ReshardError as error:
             problems.extend(error.problems)
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return result
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import ReshardError, listed
+from reshard.base.errors import ReshardError, listed, raise_all
 from reshard.containers.file_names import below
 from reshard.containers.torchfiles.pickles import Global, Reduce
 from reshard.containers.torchfiles.read import read_torch_file
@@ -27,7 +27,6 @@ from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_t
 from reshard.formats.contract import KEEPS_ITS_DTYPE, PlannedStates, Writing
 from reshard.formats.deepspeed.step_files import COPY_AGAIN, LoadedFile, StepFiles, read_models
 from reshard.formats.deepspeed.zero import (
-    FP32,
     MASTER_COPIES,
     Shapes,
     StepContent,
@@ -38,7 +37,14 @@ from reshard.formats.deepspeed.zero import (
     shapes_of,
     share,
 )
-from reshard.formats.optimizer import MOMENTS, Adam, OptimizerContents, OptimizerStates
+from reshard.formats.optimizer import (
+    MASTER_STATE,
+    MOMENTS,
+    OPTIMIZER_STATES,
+    Adam,
+    OptimizerContents,
+    OptimizerStates,
+)
 from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.source_files import Sources
 
@@ -54,7 +60,7 @@ def read_universal(folder: Path, sources: Sources) -> StepContent:
     models = read_models(folder, sources)
     shapes = shapes_of(models[0]) if models else {}
     names = sorted(child.name for child in (folder / "zero").iterdir() if child.is_dir())
-    tensors = _tensors(folder, sources, FP32, shapes, sorted({*names, *shapes}))
+    tensors = _tensors(folder, sources, MASTER_STATE, shapes, sorted({*names, *shapes}))
     beside = _beside(folder, models)
     tensors |= {name: tensor for name, tensor in beside.items() if name not in shapes}
     if models:
@@ -73,7 +79,7 @@ def read_universal(folder: Path, sources: Sources) -> StepContent:
         )
         if models
         else [],
-        +Counter({"optimizer states": left, MASTER_COPIES: copies}),
+        +Counter({OPTIMIZER_STATES: left, MASTER_COPIES: copies}),
         master_notes(beside, tensors) if beside else [],
         "universal",
     )
@@ -115,8 +121,7 @@ def _tensors(
             tensors[name] = _tensor(path, sources, name, shapes.get(name))
         except ReshardError as error:
             problems += error.problems
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return tensors
 
 
@@ -198,14 +203,14 @@ class UniversalWriting(Writing):
         because stage 3 requires all states.
         """
         tensors, states, optimizer = self.request.tensors, self.request.states, self.request.optimizer
-        step = self.request.iteration if isinstance(self.request.iteration, int) else 0
+        step = self.request.step
         tag = f"global_step{step}_universal"
         files = [OutputFile.of_bytes("latest_universal", tag.encode())]
         taken = (optimizer.step if optimizer else None) or 0
         count = struct.pack("<f", taken)
         for tensor in tensors:
             folder = f"{tag}/zero/{tensor.name}"
-            files.append(_parameter(f"{folder}/{FP32}.pt", tensor))
+            files.append(_parameter(f"{folder}/{MASTER_STATE}.pt", tensor))
             for kind in MOMENTS:
                 state = states.get(kind, {}).get(tensor.name)
                 path = f"{folder}/{kind}.pt"

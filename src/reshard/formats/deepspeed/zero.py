@@ -22,7 +22,7 @@ from reshard.algebra.split_vectors import SplitVector
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import Piece, View
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.containers.torchfiles.untrusted import stored_in, values_of
 from reshard.formats.deepspeed.step_files import (
     COPY_AGAIN,
@@ -31,10 +31,17 @@ from reshard.formats.deepspeed.step_files import (
     StepFiles,
     zero_config,
 )
-from reshard.formats.optimizer import MOMENTS, Adam, OptimizerContents, OptimizerStates, settings_of
+from reshard.formats.optimizer import (
+    MASTER_STATE,
+    MOMENTS,
+    OPTIMIZER_STATES,
+    Adam,
+    OptimizerContents,
+    OptimizerStates,
+    settings_of,
+)
 from reshard.transfer.elements import castable
 
-FP32 = "fp32"
 MASTER_COPIES = "copies of fp32 masters"
 ROUNDED = "the module's weights equal the rounded fp32 masters"
 OUT_OF_STEP = (
@@ -63,7 +70,7 @@ def read_weights(files: StepFiles) -> StepContent:
     if not files.optimizers:
         return _from_module(files, module)
     gather = _gather_zero3 if files.stage == 3 else _gather_groups
-    masters = gather(files, FP32)
+    masters = gather(files, MASTER_STATE)
     frozen = frozen_weights(files) if files.stage == 3 else {}
     tensors = {**module, **frozen, **masters}
     share(tensors, files.model)
@@ -122,7 +129,7 @@ def _from_module(files: StepFiles, module: dict[str, Tensor]) -> StepContent:
         )
     return StepContent(
         module,
-        dropped=+Counter({"optimizer states": optimizer}),
+        dropped=+Counter({OPTIMIZER_STATES: optimizer}),
         notes=notes,
         variant=f"ZeRO {files.stage}",
     )
@@ -188,7 +195,7 @@ def _left_behind(
     stored = sum(each.nbytes for file in files.optimizers.values() for each in stored_in(file.content))
     states = stored - sum(tensor.nbytes for tensor in masters.values())
     copies = sum(tensor.nbytes for name, tensor in module.items() if name in masters)
-    return +Counter({"optimizer states": states, MASTER_COPIES: copies})
+    return +Counter({OPTIMIZER_STATES: states, MASTER_COPIES: copies})
 
 
 def share(tensors: dict[str, Tensor], model: LoadedFile) -> None:
@@ -202,7 +209,7 @@ def share(tensors: dict[str, Tensor], model: LoadedFile) -> None:
 def _refuse_empty(files: StepFiles, tensors: Mapping[str, Tensor]) -> None:
     """Raise ReshardError for parameters whose elements are in no file."""
     shapes = {**shapes_of(files.model), **frozen_shapes(files.model)}
-    problems = [
+    raise_all(
         Problem(
             "tensor-empty",
             "a tensor has no elements",
@@ -215,9 +222,7 @@ def _refuse_empty(files: StepFiles, tensors: Mapping[str, Tensor]) -> None:
         )
         for name, tensor in tensors.items()
         if not tensor.view.numel and shapes.get(name) != tensor.shape
-    ]
-    if problems:
-        raise ReshardError(problems)
+    )
 
 
 # ------------------------------------------------------------------------------------------ what files say
@@ -250,10 +255,10 @@ def _is_vector(found: Any) -> TypeGuard[StoredTensor]:
 
 
 def _partitions(file: LoadedFile, kind: str) -> list[StoredTensor]:
-    """A rank's partitions of the masters (`FP32`) or of a state, by group; empty if a group has none."""
+    """A rank's partitions of the masters (`MASTER_STATE`) or of a state, by group; empty if a group has none."""
     held = file.optimizer
     found: Any
-    if kind == FP32:
+    if kind == MASTER_STATE:
         found = held.get("single_partition_of_fp32_groups", held.get("fp32_flat_groups"))
         found = [found] if isinstance(found, StoredTensor) else found
     else:
@@ -262,9 +267,9 @@ def _partitions(file: LoadedFile, kind: str) -> list[StoredTensor]:
         groups = list(base.values()) if isinstance(base, Mapping) else base or []
         found = [group.get(kind) for group in groups if isinstance(group, Mapping)]
     whole = isinstance(found, list | tuple) and all(map(_is_vector, found))
-    if whole and (kind == FP32 or len(found) == len(_partitions(file, FP32))):
+    if whole and (kind == MASTER_STATE or len(found) == len(_partitions(file, MASTER_STATE))):
         return list(found)
-    if kind == FP32:
+    if kind == MASTER_STATE:
         raise ReshardError(
             "zero-masters-misplaced",
             "the fp32 masters of a rank are not in ZeRO's layout",
@@ -296,33 +301,30 @@ def _gather_groups(files: StepFiles, kind: str) -> dict[str, Tensor]:
             if _aligned(len(line), len(members)) != _aligned(length, len(members)):
                 problems.append(_wrong_size(members[0], f"group {index}", length, len(line), len(members)))
                 continue
-            if kind == FP32:
+            if kind == MASTER_STATE:
                 problems += _misplaced(members, starts, shapes, index)
             for name, shape in shapes.items():
                 whole = _global_name(name, shapes, place) if len(owners) > 1 else name
                 parts = line.cut(starts[name], starts[name] + prod(shape))
                 tensors[whole] = Tensor(line.dtype, View(shape, tuple(parts)))
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return tensors
 
 
 def _same_groups(groups: Sequence[Shapes], ranks: Sequence[LoadedFile]) -> None:
-    problems = [
+    raise_all(
         Problem(
             "zero-group-count-differs",
             "a rank has a different number of parameter groups",
             file=str(file.path),
             rule="every rank has a part of every group",
             expected=f"{len(groups)} groups",
-            found=f"{len(_partitions(file, FP32))} groups",
+            found=f"{len(_partitions(file, MASTER_STATE))} groups",
             remedy=COPY_AGAIN,
         )
         for file in ranks
-        if len(_partitions(file, FP32)) != len(groups)
-    ]
-    if problems:
-        raise ReshardError(problems)
+        if len(_partitions(file, MASTER_STATE)) != len(groups)
+    )
 
 
 def _starts(shapes: Shapes, file: LoadedFile, group: int) -> tuple[dict[str, int], int]:
@@ -374,7 +376,7 @@ def _misplaced(
         return
     begin = 0
     for file in members:
-        size = _partitions(file, FP32)[group].numel
+        size = _partitions(file, MASTER_STATE)[group].numel
         mappings = file.optimizer.get("param_slice_mappings")
         held = mappings[group] if isinstance(mappings, list) and len(mappings) > group else {}
         inside = [n for n, s in shapes.items() if starts[n] < begin + size and starts[n] + prod(s) > begin]
@@ -413,13 +415,11 @@ def _gather_zero3(files: StepFiles, kind: str) -> dict[str, Tensor]:
     lines = [SplitVector(_partitions(file, kind)) for file in ranks]
     shapes = shapes_of(files.model)
     length = sum(_piece(shape, len(ranks)) for shape in shapes.values())
-    problems = [
+    raise_all(
         _wrong_size(file, "a rank", length, len(line), 1)
         for file, line in zip(ranks, lines, strict=True)
         if len(line) != length
-    ]
-    if problems:
-        raise ReshardError(problems)
+    )
     tensors, begin = {}, 0
     for name, shape in shapes.items():
         tensors[name] = _joined(shape, lines, begin)
@@ -452,8 +452,7 @@ def frozen_weights(files: StepFiles) -> dict[str, Tensor]:
         problems += [_wrong_size(file, name, piece, len(line), 1) for file, line in wrong]
         if not wrong and 0 not in shape:
             tensors[name] = _joined(shape, lines, 0)
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return tensors
 
 

@@ -19,17 +19,17 @@ from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats import flat_parameters
-from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.fsdp_ranks.optimizer_states import OPTIMIZER, SavedFacts, find_optimizer
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
+from reshard.formats.fsdp_ranks.optimizer_states import RankFileData, find_optimizer
 from reshard.formats.fsdp_ranks.rank_files import RankFiles, check_names, choose, is_of_rank, saves
 from reshard.formats.fsdp_ranks.tensor_parts import FLAT, CollectedParts, Parts, find_parts, joined, writers
-from reshard.formats.optimizer import OptimizerContents
+from reshard.formats.optimizer import OPTIMIZER_STATES, OptimizerContents
 from reshard.formats.state_dict_names import without_buffers
 from reshard.transfer.source_files import Sources
 
 NAME = "fsdp-ranks"
 
-_LEFT_BEHIND = {"optim": OPTIMIZER, "extra_state": "training state"}
+_LEFT_BEHIND = {"optim": OPTIMIZER_STATES, "extra_state": "training state"}
 _NESTED = ("state_dict", "model", "module")
 
 _FLAT_NOTE = (
@@ -67,24 +67,23 @@ def _checkpoint(
     names = _parameters(parts)
     optimizer = find_optimizer(files, names, sources)
     if isinstance(optimizer, str):
-        notes.append(f"the {OPTIMIZER} cannot be converted: {optimizer}")
+        notes.append(f"the {OPTIMIZER_STATES} cannot be converted: {optimizer}")
         optimizer = None
     elif optimizer:
-        dropped[OPTIMIZER] = optimizer.nbytes
+        dropped[OPTIMIZER_STATES] = optimizer.nbytes
     whole = frozenset(name for name, pairs in parts.items() if pairs[0][1].kind == "plain")
     return Checkpoint(
         path=path,
         format=NAME,
         dialect=HUB,
         tensors=tensors,
-        root=files.folder,
+        description=ModelDescription(files.folder),
         dropped=+dropped,
         replicas=[replica for replica in replicas if replica.tensor in tensors],
         notes=notes,
         variant=", ".join(sorted({part.kind for pairs in parts.values() for _, part in pairs})),
-        flat=bool(flats),
         optimizer=optimizer.contents if optimizer else OptimizerContents(),
-        native=SavedFacts(found.mesh, whole, names, optimizer) if names else None,
+        native=RankFileData(not flats, mesh=found.mesh, whole=whole, names=names, optimizer=optimizer),
     )
 
 

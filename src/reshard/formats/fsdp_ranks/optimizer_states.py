@@ -15,27 +15,35 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor
-from reshard.base.errors import UNUSABLE, ReshardError, said, understood
+from reshard.base.errors import UNUSABLE, ReshardError, raise_all, said, understood
 from reshard.containers.torchfiles.dtensor import Mesh, RankPartReader, is_sharded
 from reshard.containers.torchfiles.pickles import Ordered
 from reshard.containers.torchfiles.read import read_dict, scalar
 from reshard.containers.torchfiles.untrusted import MAX_NUMBER
+from reshard.formats.checkpoint import FormatData
 from reshard.formats.fsdp_ranks.rank_files import RankFiles, missing_rank
 from reshard.formats.fsdp_ranks.tensor_parts import find_parts, joined
-from reshard.formats.optimizer import MOMENTS, Adam, OptimizerContents, OptimizerStates, settings_of
+from reshard.formats.optimizer import (
+    MOMENTS,
+    OPTIMIZER_STATES,
+    Adam,
+    OptimizerContents,
+    OptimizerStates,
+    settings_of,
+)
 from reshard.transfer.source_files import Sources
 
-OPTIMIZER = "optimizer states"
 _KINDS = {"step", *MOMENTS}
 MODEL, OPTIM, EXTRA = "model_world_size_", "optim_world_size_", "extra_state_world_size_"
 _RULE = "the optimizer has a file for each file of the model"
 
 
-class SavedFacts(NamedTuple):
+@dataclass(frozen=True)
+class RankFileData(FormatData):
     """What a source records, besides tensors, that files for other ranks contain as well.
 
     `mesh` is the one with the most axes, `whole` are the tensors that every rank has, and `names` are those of the
@@ -46,6 +54,11 @@ class SavedFacts(NamedTuple):
     whole: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
     optimizer: SavedOptimizer | None = None
+
+    @property
+    def needs_its_ranks(self) -> bool:
+        """Whether anything is sharded: a gathered model is complete."""
+        return bool(self.names)
 
 
 def find_optimizer(files: RankFiles, names: Sequence[str], sources: Sources) -> SavedOptimizer | str | None:
@@ -151,7 +164,7 @@ class SavedOptimizer:
     @cached_property
     def nbytes(self) -> int:
         """The size of the states."""
-        read = partial(RankPartReader(str(self.path)).read, OPTIMIZER)
+        read = partial(RankPartReader(str(self.path)).read, OPTIMIZER_STATES)
         parts = [read(held[kind]) for held in self.content["state"].values() for kind in MOMENTS]
         return sum(prod(part.shape) * part.dtype.itemsize for part in parts)
 
@@ -202,8 +215,7 @@ class SavedOptimizer:
         }
         there = {rank: path for rank, path in ranks.items() if path.is_file()}
         files = RankFiles(self.files.save.replace(MODEL, OPTIM, 1), there, self.files.world)
-        if lost := [missing_rank(files, rank, _RULE) for rank in ranks if rank not in there]:
-            raise ReshardError(lost)
+        raise_all(missing_rank(files, rank, _RULE) for rank in ranks if rank not in there)
         return joined(find_parts(files, self._entries).parts)
 
     def _entries(self, path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 
 _RANK = re.compile(
     r"(?P<save>(?:(?:pytorch_)?model|checkpoint|ckpt|weights|state_dict)?(?:[_-]\w+?)?)[_-]?rank[_-]?(?P<rank>\d+)"
@@ -86,8 +86,7 @@ def check_names(files: RankFiles) -> None:
         for rank in files.ranks
         if rank >= world
     ]
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
 
 
 def missing_rank(files: RankFiles, rank: int, rule: str) -> Problem:

@@ -11,7 +11,7 @@ from typing import Any
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import assemble, covered, overlaps
-from reshard.base.errors import Problem, ReshardError, one_for_each_file
+from reshard.base.errors import Problem, ReshardError, one_for_each_file, raise_all
 from reshard.containers.torchfiles.dtensor import (
     Mesh,
     RankPart,
@@ -78,8 +78,7 @@ def find_parts(files: RankFiles, content: Callable[[Path], Mapping[Any, Any]]) -
     problems += _flat_problems(parts, files)
     found = {name: flat_parameters.joined(pairs) for name, pairs in parts.items()}
     problems = one_for_each_file(problems) or _rank_problems(files, found)
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return CollectedParts(found, others, max(meshes, key=lambda mesh: len(mesh.shape), default=None))
 
 

@@ -23,7 +23,7 @@ from reshard.containers.torchfiles.write import NewTensor, filled, layout_torch_
 from reshard.containers.torchfiles.write_dtensor import MESH_RANKS, RankWriter
 from reshard.families import live_names
 from reshard.formats.contract import HUB, KEEPS_ITS_DTYPE, Request, Writing, stateless
-from reshard.formats.fsdp_ranks.optimizer_states import EXTRA, MODEL, OPTIM, SavedFacts, SavedOptimizer
+from reshard.formats.fsdp_ranks.optimizer_states import EXTRA, MODEL, OPTIM, RankFileData, SavedOptimizer
 from reshard.formats.sharding import Shard, blocks_of
 from reshard.formats.state_dict_names import stripped
 from reshard.transfer.plan import OutputFile, Planned
@@ -38,13 +38,13 @@ HUB_FOLDER = "huggingface"
 """The folder of config and tokenizer."""
 
 
-def saved_in(request: Request) -> SavedFacts:
+def saved_in(request: Request) -> RankFileData:
     """What the source records, if it has files of ranks."""
-    saved, marks = request.native, request.options.strip
-    if not isinstance(saved, SavedFacts):
-        return SavedFacts()
+    saved, marks = request.source.native, request.options.strip
+    if not isinstance(saved, RankFileData) or not saved.names:
+        return RankFileData()
     names, whole = (tuple(stripped(name, marks) for name in each) for each in (saved.names, saved.whole))
-    return saved._replace(names=names, whole=frozenset(whole))
+    return replace(saved, names=names, whole=frozenset(whole))
 
 
 def fit(request: Request) -> Request:
@@ -116,7 +116,7 @@ class _OptimizerWriter:
     """The optimizer to write. Raises ReshardError if the order is that of other parameters."""
 
     request: Request
-    saved: SavedFacts
+    saved: RankFileData
     of_source: SavedOptimizer
 
     def __post_init__(self) -> None:
@@ -144,12 +144,12 @@ def _step(number: int, step: Any) -> Any:
     return NewTensor(("step", number), step.dtype, step.shape) if isinstance(step, StoredTensor) else step
 
 
-def _other_names(request: Request, saved: SavedFacts) -> list[str]:
+def _other_names(request: Request, saved: RankFileData) -> list[str]:
     """The names of parameters that only the output or only the source has."""
     return sorted({each.name for each in request.tensors if not _is_whole(each, saved)} ^ {*saved.names})
 
 
-def _is_whole(tensor: Planned, saved: SavedFacts) -> bool:
+def _is_whole(tensor: Planned, saved: RankFileData) -> bool:
     """Whether every rank has a complete tensor: buffers, which FSDP does not shard."""
     if not tensor.shape:
         return True
@@ -161,7 +161,7 @@ class _RankFileWriter:
     """The files of one rank."""
 
     request: Request
-    saved: SavedFacts
+    saved: RankFileData
     writer: RankWriter
 
     def files(self, optimizer: _OptimizerWriter | None) -> Iterator[OutputFile]:

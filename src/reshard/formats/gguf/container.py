@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.codecs.gguf_types import TENSOR_TYPES, TensorType
 from reshard.formats.gguf.value_types import Metadata, Value, ValueType
 from reshard.stores import OpenFile
@@ -175,8 +175,7 @@ def read(path: Path, sources: Sources) -> GgufContent:
             raise _cut(path, "all of its metadata", f"{file.size:,} bytes") from None
         except (_InvalidError, MemoryError) as error:
             raise _invalid(path, str(error) or "a size beyond all memory") from None
-        if problems := [*_misplaced(content.infos, file.size, path)]:
-            raise ReshardError(problems)
+        raise_all(_misplaced(content.infos, file.size, path))
     return content
 
 

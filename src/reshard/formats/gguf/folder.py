@@ -15,14 +15,14 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import Problem, ReshardError, listed, one_for_all
+from reshard.base.errors import Problem, ReshardError, listed, one_for_all, raise_all
 from reshard.codecs.gguf_blocks import UINT8, BlockElements, check_package
 from reshard.codecs.gguf_types import READABLE_TYPES
 from reshard.families.dialects.gguf import GGUF
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.gguf import container
 from reshard.formats.gguf.config_of_metadata import config_of, recorded_by
 from reshard.formats.gguf.container import COPY_AGAIN, GgufContent, TensorInfo
@@ -67,8 +67,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     _refuse_others(metadata, first)
     infos = [(name, file, info) for file, each in contents.items() for name, info in each.infos.items()]
     divisors = _divisors(infos, sources)
-    if problems := [*_unknown(infos), *_twice(infos)]:
-        raise ReshardError(one_for_all(problems, [name for name, _, _ in infos], str(first)))
+    raise_all(one_for_all([*_unknown(infos), *_twice(infos)], [name for name, _, _ in infos], str(first)))
     tensors = {name: _tensor(file, info) for name, file, info in infos}
     frequencies = [name for name in tensors if ROPE_TENSORS.fullmatch(name)]
     dropped = Counter({DROPPED_FREQUENCIES: sum(tensors.pop(name).nbytes for name in frequencies)})
@@ -81,9 +80,11 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         format=NAME,
         dialect=GGUF,
         tensors=tensors,
-        root=first.parent,
-        config=_implied(metadata, infos, divisors),
-        recorded=recorded_by(metadata, frequencies, divisors),
+        description=ModelDescription(
+            first.parent,
+            config=_implied(metadata, infos, divisors),
+            recorded=recorded_by(metadata, frequencies, divisors),
+        ),
         dropped=+dropped,
         variant=", ".join(f"{kind} × {count}" for kind, count in counted.most_common()),
         notes=[*_told(blocks, counted), *_about(metadata)],

@@ -16,7 +16,7 @@ import numpy as np
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.plain_json import json_of
 from reshard.codecs.gguf_blocks import UINT8, BlockBytes, check_package, repacked
 from reshard.codecs.gguf_types import BF16, F16, F32, MXFP4, Q8_0, QUANTIZED, TensorType, written
@@ -117,8 +117,7 @@ def fit(request: Request) -> Request:
         )
     if kind not in DTYPES:
         check_package()
-    if problems := not_loaded(request.config, request.declared.dims):
-        raise ReshardError(problems)
+    raise_all(not_loaded(request.config, request.declared.dims))
     return replace(request, model=replace(request.declared, carried={}))
 
 

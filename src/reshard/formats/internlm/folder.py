@@ -16,13 +16,13 @@ from typing import Any
 from reshard.algebra.layout import Layout, SavedLayout
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError, one_for_each_file
+from reshard.base.errors import Problem, ReshardError, one_for_each_file, raise_all
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.families.dialects.internevo import dialect
 from reshard.folders.companions import CONFIG as HUB_CONFIG
 from reshard.folders.companions import read_object
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.internlm.join_shards import COPY_AGAIN, InternEvoRank, ShardCollector, another_rank
 from reshard.formats.internlm.model_config import (
     ASSUMED,
@@ -44,6 +44,7 @@ from reshard.formats.internlm.tensor_names import (
     place_of,
     with_fused_attention,
 )
+from reshard.formats.optimizer import OPTIMIZER_STATES
 from reshard.formats.state_dict_names import without_buffers
 from reshard.transfer.source_files import Sources
 
@@ -80,7 +81,8 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         notes.append(
             f"{MODEL_CONFIG} does not record the number of experts per token: {EXPERTS_PER_TOKEN} are assumed"
         )
-    dropped["optimizer states"] = sum(file.stat().st_size for file in folder.glob("optimizer_*.pt"))
+    dropped[OPTIMIZER_STATES] = sum(file.stat().st_size for file in folder.glob("optimizer_*.pt"))
+    recorded = derived and {key: value for key, value in derived.items() if key != ASSUMED}
     return Checkpoint(
         path=folder,
         format=NAME,
@@ -88,15 +90,13 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
             "internlm2" if kind in ("internlm2", "llama") else "internlm", interleaved=interleaved
         ),
         tensors=tensors,
-        root=folder,
+        description=ModelDescription(folder, config=derived, recorded=recorded),
         layout=SavedLayout.of(Layout(shards.tensor_ranks, shards.stages, shards.chunks)),
         iteration=int(step) if (step := folder.resolve().name).isdecimal() else None,
-        config=derived,
-        recorded=derived and {key: value for key, value in derived.items() if key != ASSUMED},
         dropped=+dropped,
-        replicas=shards.replicas,
+        replicas=shards.found.replicas,
         problems=[
-            *(shards.copies.problems() or one_for_each_file(shards.misplaced)),
+            *(shards.found.copies.problems() or one_for_each_file(shards.misplaced)),
             *unsettled,
             *unlike_the_hub(config or {}, folder),
         ],
@@ -138,8 +138,7 @@ def _ranks(folder: Path) -> dict[InternEvoRank, Path]:
             found=", ".join(sorted(child.name for child in folder.glob("model_*.pt"))[:4]),
             remedy="load it with InternEvo and save it with zero1=dict(fsdp=False)",
         )
-    if problems := _missing(found):
-        raise ReshardError(problems)
+    raise_all(_missing(found))
     return dict(sorted(found.items(), key=lambda item: _order_of(item[0])))
 
 

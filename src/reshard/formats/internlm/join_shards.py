@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.algebra.storage import StoredTensor
-from reshard.algebra.tensors import Replica, Tensor, cells_of
+from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
-from reshard.formats.copied_files import CopyFinder
 from reshard.formats.internlm.tensor_names import (
     EMBEDDINGS,
     HEAD_NAMES,
@@ -18,7 +16,7 @@ from reshard.formats.internlm.tensor_names import (
     place_of,
     split_of,
 )
-from reshard.formats.sharding import Split, TensorShards, add_shard
+from reshard.formats.sharding import CollectedShards, Split, TensorShards
 
 COPY_AGAIN = "copy the files of all ranks from where they were saved"
 
@@ -35,13 +33,11 @@ class ShardCollector:
     """Collects the tensors of all ranks under their names in the complete model."""
 
     def __init__(self) -> None:
-        self.copies = CopyFinder()
-        self.replicas: list[Replica] = []
+        self.found = CollectedShards()
         self.misplaced: list[Problem] = []
         self.stages = self.chunks = self.tensor_ranks = self.weight_ranks = 1
         self._counts: dict[tuple[int, int], int] = {}
         self._hidden = self._vocab = 0
-        self._found: dict[str, TensorShards] = {}
 
     @property
     def layers(self) -> int:
@@ -90,13 +86,7 @@ class ShardCollector:
             at = place.chunk, rank.pp
             layer = None if place.layer is None else self._first(at) + place.layer
             name = place.name(layer)
-            split, index, ranks = self._share(key, place.module, part, rank)
-            found = self._found.setdefault(name, TensorShards(split, ranks))
-            self.replicas += add_shard(found.by_rank, index if split else 0, part, name)
-            if split:
-                for cells in cells_of(part.view):
-                    stored = StoredTensor(cells.storage, cells.dtype, part.shape, ())
-                    self.copies.add(cells.storage.path, key, (name, index), stored)
+            self.found.add(name, key, part, *self._share(key, place.module, part, rank))
 
     def _check(self, rank: InternEvoRank, key: str, part: Tensor) -> None:
         """Note a file with a tensor that only another rank saves: nothing else reveals such a swap."""
@@ -136,13 +126,14 @@ class ShardCollector:
 
     def tensors(self, folder: Path, config: Mapping[str, Any] | None) -> dict[str, Tensor]:
         """All tensors, joined. Raises ReshardError listing those whose shards are missing or do not fit."""
-        problems = [problem for name, parts in self._found.items() for problem in _misfits(name, parts)]
-        if problems:
-            raise ReshardError(self.copies.problems() or self.misplaced or problems)
-        result = {name: parts.joined() for name, parts in self._found.items()}
-        if problems := [*self._torsos(result, folder, config)]:
-            raise ReshardError(self.copies.problems() or self.misplaced or problems)
+        self._refuse(self.found.misfits(_misfits))
+        result = self.found.joined()
+        self._refuse([*self._torsos(result, folder, config)])
         return result
+
+    def _refuse(self, problems: list[Problem]) -> None:
+        if problems:
+            raise ReshardError(self.found.copies.problems() or self.misplaced or problems)
 
     def _torsos(
         self, tensors: Mapping[str, Tensor], folder: Path, config: Mapping[str, Any] | None
@@ -172,7 +163,7 @@ class ShardCollector:
                     file=tensor.file,
                     rule="the shards of all ranks make up the complete tensor",
                     expected=str(list(whole)),
-                    found=f"{list(tensor.shape)} from {self._found[name].ranks} ranks",
+                    found=f"{list(tensor.shape)} from {self.found[name].ranks} ranks",
                     remedy=COPY_AGAIN,
                 )
                 return
@@ -191,10 +182,8 @@ def another_rank(tensor: str, file: str, expected: str) -> Problem:
     )
 
 
-def _misfits(name: str, parts: TensorShards) -> Iterator[Problem]:
+def _misfits(name: str, parts: TensorShards, split: Split) -> Iterator[Problem]:
     """Problems of shards that are missing or of unequal size: only a remainder may make the first ones larger."""
-    if parts.split is None:
-        return
     shards = parts.by_rank
     if missing := parts.missing():
         yield Problem(
@@ -207,7 +196,7 @@ def _misfits(name: str, parts: TensorShards) -> Iterator[Problem]:
             remedy=COPY_AGAIN,
         )
         return
-    if not _fit(parts.split, [shards[index].shape for index in range(parts.ranks)]):
+    if not _fit(split, [shards[index].shape for index in range(parts.ranks)]):
         yield Problem(
             "internlm-shards-unequal",
             "the shards of a tensor are not equal in size",

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from reshard.families.rope import rope_parameters
 from reshard.families.rules import Dims
@@ -42,8 +42,7 @@ def fit(request: Request) -> Request:
         problems.append(
             _unknown("internlm-head-size-unsupported", "InternEvo does not support heads of this size", size)
         )
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return request
 
 

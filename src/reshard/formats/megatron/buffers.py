@@ -267,10 +267,7 @@ class OptimizerBuffers:
             "num_experts": 1 + max((p.expert for p in places if p.expert is not None), default=-1),
             "untie_embeddings_and_output_weights": "output_layer.weight" in trained,
         }
-        planned = [
-            Planned(name, tensor.dtype, tensor.shape, lambda view=tensor.view: view)  # type: ignore[misc]
-            for name, tensor in trained.items()
-        ]
+        planned = [Planned.of(*each) for each in trained.items()]
         return RankStates(planned, {**self.args, **counted}, self._layout, transformer_engine, least=0)
 
     def _placed(self, parameters: Mapping[_BufferKey, list[_RankParameter]]) -> Iterator[_BucketSegment]:

@@ -98,7 +98,7 @@ def _plain(name: str) -> str:
 
 def recognized(checkpoint: Checkpoint, tensors: Mapping[str, DcpTensor]) -> Checkpoint:
     """A checkpoint under its own format, with its problems and a note; `tensors` are the weights that it stores."""
-    args, layout = checkpoint.args or {}, checkpoint.layout
+    args, layout = checkpoint.description.args, checkpoint.layout
     return replace(
         checkpoint,
         format=NAME,

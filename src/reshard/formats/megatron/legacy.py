@@ -10,22 +10,23 @@ import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from reshard.algebra.layout import Layout, SavedLayout
 from reshard.algebra.storage import StoredTensor
-from reshard.algebra.tensors import Replica, Tensor
-from reshard.base.errors import Problem, ReshardError
+from reshard.algebra.tensors import Tensor
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.containers.torchfiles.read import read_dict
 from reshard.containers.torchfiles.untrusted import stored_in
 from reshard.containers.torchfiles.write import FileImage, NewTensor, layout_torch_file
 from reshard.families.dialect import MEGATRON
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.copied_files import CopyFinder
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
+from reshard.formats.dropped import RANDOM_STATES
 from reshard.formats.megatron.mcore import (
     BELOW,
     PARALLEL_LINEARS,
@@ -52,7 +53,8 @@ from reshard.formats.megatron.rank_files import (
 )
 from reshard.formats.megatron.rank_states import MegatronRank, RankStates
 from reshard.formats.megatron.writers import COMPUTED_BY
-from reshard.formats.sharding import Shard, Split, TensorShards, add_shard, blocks_of
+from reshard.formats.optimizer import OPTIMIZER_STATES
+from reshard.formats.sharding import CollectedShards, Shard, Split, TensorShards, blocks_of
 from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.source_files import Sources
 
@@ -69,8 +71,8 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     folder, step = iterations.choose(path, iteration)
     read = cache(partial(_read, folder, sources))
     names = sorted(path.parent.name for path in folder.glob(f"mp_rank_*/{STATE_FILE}"))
-    args = args_of(read(names[0])) or None
-    if args and args.keys() >= set(LAYOUT_ARGUMENTS):
+    args = args_of(read(names[0]))
+    if args.keys() >= set(LAYOUT_ARGUMENTS):
         facts = JoiningFacts.of_args(args)
     else:
         facts = JoiningFacts.of_files({name: read(name) for name in names})
@@ -81,31 +83,27 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     reader = LegacyReader(facts, {pair: rank % layout.etp for pair, rank in pairs.items()})
     dropped: Counter[str] = Counter()
     files = {rank: read(folder_name(rank, layout)) for rank in ranks}
-    for rank, content in files.items():
+    for content in files.values():
         dropped.update(_dropped(content))
-        reader.learn(rank, content)
-    for rank, content in files.items():
-        reader.add(rank, content)
+    reader.read(files)
     for optimizer in folder.glob("mp_rank_*/distrib_optim.pt"):
-        dropped["optimizer states"] += optimizer.stat().st_size
+        dropped[OPTIMIZER_STATES] += optimizer.stat().st_size
     by_path = {
         str(folder / folder_name(rank, layout) / STATE_FILE): content for rank, content in files.items()
     }
-    problems = reader.copies.problems() or [*other_runs(by_path)] or [*misplaced(by_path, layout)]
+    problems = reader.found.copies.problems() or [*other_runs(by_path)] or [*misplaced(by_path, layout)]
     if misfits := reader.misfits():
         raise ReshardError(problems or misfits)
     return Checkpoint(
         path=folder,
         format=NAME,
-        dialect=MEGATRON,
+        dialect=replace(MEGATRON, engine=str(args.get(COMPUTED_BY, MEGATRON.name))),
         tensors=reader.tensors(),
-        root=iterations.described_in(folder),
+        description=ModelDescription(iterations.described_in(folder), args=args),
         layout=SavedLayout.of(layout),
         iteration=step,
-        args=args,
-        engine=str((args or {}).get(COMPUTED_BY, "mcore")),
         dropped=dropped,
-        replicas=reader.replicas,
+        replicas=reader.found.replicas,
         problems=problems,
         notes=iterations.belied(folder, files[ranks[0]].get("iteration")),
         variant="Transformer Engine" if reader.fused else "local",
@@ -125,7 +123,7 @@ def _read(folder: Path, sources: Sources, rank: str) -> dict[str, Any]:
 
 
 def _check_ranks(folder: Path, ranks: list[MegatronRank], layout: Layout) -> None:
-    problems = [
+    raise_all(
         Problem(
             "legacy-rank-missing",
             "the file of a rank is missing",
@@ -136,14 +134,12 @@ def _check_ranks(folder: Path, ranks: list[MegatronRank], layout: Layout) -> Non
         )
         for rank in ranks
         if not (path := folder / folder_name(rank, layout) / STATE_FILE).is_file()
-    ]
-    if problems:
-        raise ReshardError(problems)
+    )
 
 
 def _dropped(content: Mapping[str, Any]) -> Counter[str]:
     dropped: Counter[str] = Counter()
-    for key, rule in (("optimizer", "optimizer states"), ("rng_state", "random number states")):
+    for key, rule in (("optimizer", OPTIMIZER_STATES), ("rng_state", RANDOM_STATES)):
         dropped[rule] += sum(stored.nbytes for stored in stored_in(content.get(key)))
     return +dropped
 
@@ -165,8 +161,7 @@ class LegacyReader:
     def __init__(
         self, facts: JoiningFacts, shards: Mapping[tuple[int, int], int], *, gated: bool = True
     ) -> None:
-        self.copies = CopyFinder()
-        self.replicas: list[Replica] = []
+        self.found = CollectedShards()
         self.fused = False
         self._layout, self._etp = facts.layout, shards
         self._local_experts = facts.experts // facts.layout.ep
@@ -174,9 +169,15 @@ class LegacyReader:
         self._latent: dict[str, int] = {}
         self._gated = gated
         self._counts: dict[tuple[int, int], int] = {}
-        self._found: dict[str, TensorShards] = {}
 
-    def learn(self, rank: MegatronRank, content: Mapping[str, Any]) -> None:
+    def read(self, contents: Mapping[MegatronRank, Mapping[str, Any]]) -> None:
+        """Add the tensors of all ranks."""
+        for rank, content in contents.items():
+            self._learn(rank, content)
+        for rank, content in contents.items():
+            self._add_all(rank, content)
+
+    def _learn(self, rank: MegatronRank, content: Mapping[str, Any]) -> None:
         """Record how many layers each (chunk, stage) has, how wide latents are, and whether MLPs have a gate."""
         for chunk, state in enumerate(chunks_of(content)):
             layers = [
@@ -195,7 +196,7 @@ class LegacyReader:
         """The layers of all stages, once their files are known."""
         return sum(self._counts.values())
 
-    def add(self, rank: MegatronRank, content: Mapping[str, Any]) -> None:
+    def _add_all(self, rank: MegatronRank, content: Mapping[str, Any]) -> None:
         """Add all tensors of one rank's file."""
         for chunk, state in enumerate(chunks_of(content)):
             first = sum(count for at, count in self._counts.items() if at < (chunk, rank.pp))
@@ -211,11 +212,7 @@ class LegacyReader:
             name = "embedding.word_embeddings.weight" if tied else stored_as
             shard = rank.tp if place.expert is None else self._etp[rank.tp, rank.ep]
             ranks = self._layout.tp if place.expert is None else self._layout.etp
-            found = self._found.setdefault(name, TensorShards(self._split(name, part), ranks))
-            index = shard if found.split else 0
-            self.replicas += add_shard(found.by_rank, index, part, name)
-            if found.split:
-                self.copies.add(stored.storage.path, key, (name, index), stored)
+            self.found.add(name, key, part, self._split(name, part), shard, ranks)
 
     def _split(self, name: str, part: Tensor) -> Split | None:
         """How a tensor was cut. Until 0.13, Transformer Engine also cut the down projections of latent attention."""
@@ -264,40 +261,38 @@ class LegacyReader:
 
     def misfits(self) -> list[Problem]:
         """Problems of shards that are missing, or that differ in size from the others of their tensor."""
-        return [problem for name in self._found for problem in self._misfits(name)]
+        return self.found.misfits(_misfits)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, joined over the ranks that share them. Requires that there are no `misfits`."""
-        return {name: shards.joined() for name, shards in self._found.items()}
+        return self.found.joined()
 
-    def _misfits(self, name: str) -> Iterator[Problem]:
-        found = self._found[name]
-        if not found.split:
-            return
-        shards, ranks = found.by_rank, found.ranks
-        first = shards[min(shards)]
-        if missing := found.missing():
+
+def _misfits(name: str, found: TensorShards, split: Split) -> Iterator[Problem]:
+    shards, ranks = found.by_rank, found.ranks
+    first = shards[min(shards)]
+    if missing := found.missing():
+        yield Problem(
+            "legacy-shard-missing",
+            "a shard of a tensor is missing",
+            tensor=name,
+            file=first.file,
+            rule=f"{ranks} tensor-parallel ranks have one shard each",
+            found=f"nothing in the files of tensor-parallel rank {', '.join(map(str, missing))}",
+            remedy="copy the files of all ranks again from where they were saved",
+        )
+    for part in shards.values():
+        if part.shape != first.shape:
             yield Problem(
-                "legacy-shard-missing",
-                "a shard of a tensor is missing",
+                "legacy-shards-unequal",
+                "the shards of a tensor are not equal in size",
                 tensor=name,
-                file=first.file,
+                file=part.file,
                 rule=f"{ranks} tensor-parallel ranks have one shard each",
-                found=f"nothing in the files of tensor-parallel rank {', '.join(map(str, missing))}",
-                remedy="copy the files of all ranks again from where they were saved",
+                expected=f"{list(first.shape)}, as in {first.file}",
+                found=str(list(part.shape)),
+                remedy="the files belong to different runs: copy the files of all ranks again",
             )
-        for part in shards.values():
-            if part.shape != first.shape:
-                yield Problem(
-                    "legacy-shards-unequal",
-                    "the shards of a tensor are not equal in size",
-                    tensor=name,
-                    file=part.file,
-                    rule=f"{ranks} tensor-parallel ranks have one shard each",
-                    expected=f"{list(first.shape)}, as in {first.file}",
-                    found=str(list(part.shape)),
-                    remedy="the files belong to different runs: copy the files of all ranks again",
-                )
 
 
 # ---------------------------------------------------------------------------------------------- writing

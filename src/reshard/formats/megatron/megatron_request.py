@@ -55,7 +55,7 @@ def _engine(request: Request) -> str:
             found=f"--engine {wanted}",
             remedy=f"pass {' or '.join(known)}, or remove --engine",
         )
-    return family.engine_for(wanted or request.engine)
+    return family.engine_for(wanted or request.source.dialect.engine)
 
 
 def _padded_rows(request: Request, tp: int) -> int:
@@ -113,7 +113,7 @@ class MegatronWriting(Writing):
         and only from a number an optimizer. Source: `_load_iteration` of ms-swift 4.6; `read_metadata` and
         `load_checkpoint` of Megatron-LM core_v0.16.1 and of Megatron-Bridge 0.3.1.
         """
-        step = self.request.iteration if isinstance(self.request.iteration, int) else 0
+        step = self.request.step
         if self.request.states and self.request.optimizer:
             step = step or self.request.optimizer.step or 1
         return step if step or self._is_for_swift else "release"
@@ -122,7 +122,9 @@ class MegatronWriting(Writing):
     def _is_for_swift(self) -> bool:
         """Whether ms-swift will load it, with its own names or with those common to all engines."""
         chosen = self.request.options.engine
-        return MCORE_BRIDGE in ([chosen] if chosen else [self.request.dialect, self.request.engine])
+        return MCORE_BRIDGE in (
+            [chosen] if chosen else [self.request.dialect, self.request.source.dialect.engine]
+        )
 
     @property
     def prefix(self) -> str:

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.layout import SavedLayout
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, raise_all
 from reshard.containers.torchfiles.read import read_dict
 from reshard.families.dialect import MEGATRON
 from reshard.folders import iterations
 from reshard.folders.allowed_paths import check_open
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.megatron.legacy import LegacyReader
 from reshard.formats.megatron.mcore import is_gated
 from reshard.formats.megatron.rank_files import JoiningFacts
@@ -72,22 +72,18 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         {f"mp_rank_{rank.tp:02d}_{rank.pp:03d}": each for rank, each in contents.items()}
     )
     args = recorded_args(path, sources, {})
-    reader = LegacyReader(facts, {(rank.tp, 0): rank.tp for rank in found}, gated=is_gated(args or {}))
-    for rank, content in contents.items():
-        reader.learn(rank, content)
-    for rank, content in contents.items():
-        reader.add(rank, content)
+    reader = LegacyReader(facts, {(rank.tp, 0): rank.tp for rank in found}, gated=is_gated(args))
+    reader.read(contents)
     _refuse(path, reader, contents, args)
     return Checkpoint(
         path=path,
         format=NAME,
         dialect=MEGATRON,
         tensors=reader.tensors(),
-        root=path,
+        description=ModelDescription(path, args=args),
         layout=SavedLayout.of(facts.layout),
-        args=args,
-        replicas=reader.replicas,
-        problems=reader.copies.problems(),
+        replicas=reader.found.replicas,
+        problems=reader.found.copies.problems(),
         variant="Transformer Engine" if reader.fused else "local",
     )
 
@@ -113,7 +109,7 @@ def _check_ranks(folder: Path, found: Mapping[MegatronRank, Path]) -> None:
         for i in range(tp)
         for j in range(pp)
     }
-    problems = [
+    raise_all(
         Problem(
             "nemo-rank-missing",
             "the file of a rank is missing",
@@ -124,9 +120,7 @@ def _check_ranks(folder: Path, found: Mapping[MegatronRank, Path]) -> None:
         )
         for rank, name in names.items()
         if rank not in found
-    ]
-    if problems:
-        raise ReshardError(problems)
+    )
 
 
 def _under_megatrons_names(file: Path, sources: Sources) -> dict[str, Any]:
@@ -177,5 +171,4 @@ def _refuse(
                 "and convert the model",
             )
         )
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)

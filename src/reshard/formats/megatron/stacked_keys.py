@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, assemble
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, raise_all
 from reshard.containers.dcp_metadata import DcpChunk, DcpTensor
 from reshard.families.dialect import MEGATRON
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.copied_files import CopyFinder
+from reshard.formats.dropped import OTHER_OBJECTS, RANDOM_STATES, rule_of
 from reshard.formats.megatron import nemo, nemo_1
 from reshard.formats.megatron.buffers import COPIES_AND_PADDING, OptimizerBuffers, buckets_of
 from reshard.formats.megatron.common_state import OBJECTS_READ, ReadChunk, Reading
@@ -38,15 +39,14 @@ from reshard.formats.megatron.optimizer_states import (
     with_groups,
 )
 from reshard.formats.megatron.writers import engine_of, recorded_args
-from reshard.formats.optimizer import Adam, OptimizerContents, OptimizerStates
+from reshard.formats.optimizer import OPTIMIZER_STATES, Adam, OptimizerContents, OptimizerStates
 from reshard.formats.state_dict_names import prefix_of, split_front
 from reshard.formats.unique_names import under_new_names
 from reshard.transfer.source_files import Sources
 
-OPTIMIZER = "optimizer states"
 NOT_WEIGHTS = (
-    (re.compile(r"(chained_\d+\.)?optimizer\b.*"), OPTIMIZER),
-    (re.compile(r"rng_state\b.*"), "random number states"),
+    (re.compile(r"(chained_\d+\.)?optimizer\b.*"), OPTIMIZER_STATES),
+    (re.compile(r"rng_state\b.*"), RANDOM_STATES),
     (re.compile(r"rerun_state_machine_state\b.*"), "rerun state machine"),
     (re.compile(r".*\._extra_state\b.*"), "Transformer Engine extra states"),
 )
@@ -79,28 +79,27 @@ def checkpoint_of(
     weights, dropped = _weights_of(saved.tensors, saved.objects)
     reader = _StackedReader(weights, saved.reading)
     tensors = reader.tensors()
-    layout, portable = layout_of(args or {}), portable_states(saved.tensors)
+    layout, portable = layout_of(args), portable_states(saved.tensors)
     states = OptimizerStates(portable, lambda state: _read_state(portable[state], saved.reading))
     common = saved.common
-    buffers = OptimizerBuffers(buckets_of(saved.tensors), tensors, layout, args or {}, saved.reading)
+    buffers = OptimizerBuffers(buckets_of(saved.tensors), tensors, layout, args, saved.reading)
     if buffers.buckets:
         states, common = buffers.states(), with_groups(common, saved.objects, sources)
-        spare = buffers.spare(dropped[OPTIMIZER])
-        dropped += Counter({COPIES_AND_PADDING: spare, OPTIMIZER: -spare})
+        spare = buffers.spare(dropped[OPTIMIZER_STATES])
+        dropped += Counter({COPIES_AND_PADDING: spare, OPTIMIZER_STATES: -spare})
     adam = saved.optimizer(common) if states else None
-    unread = [saved.left_out] if dropped[OPTIMIZER] and not adam else []
+    unread = [saved.left_out] if dropped[OPTIMIZER_STATES] and not adam else []
     proof = buffers.proof if buffers.buckets else partial(roundings, tensors, states)
     return Checkpoint(
         path=folder,
         format=saved.format,
-        dialect=MEGATRON,
+        dialect=replace(MEGATRON, engine=engine_of(folder, common, tensors)),
         tensors=tensors,
-        root=iterations.described_in(folder),
-        beside=tuple(_beside(folder)),
+        description=ModelDescription(
+            iterations.described_in(folder), tokenizers=tuple(_beside(folder)), args=args
+        ),
         layout=layout,
         iteration=step,
-        args=args,
-        engine=engine_of(folder, common, tensors),
         optimizer=OptimizerContents(states, adam, proof, is_ordered=bool(buffers.buckets)),
         dropped=dropped,
         problems=reader.copies.problems() or [*saved.swapped()],
@@ -152,18 +151,18 @@ def _weights_of(
     for key, tensor in stored.items():
         rule = not_a_weight(key)
         if rule:
-            dropped[rule] += prod(tensor.shape) * tensor.dtype.itemsize
+            dropped[rule] += tensor.nbytes
         else:
             weights[key] = tensor
     for key, entry in objects.items():
         if key not in OBJECTS_READ:
-            dropped[not_a_weight(key) or "other objects"] += entry.length
+            dropped[not_a_weight(key) or OTHER_OBJECTS] += entry.length
     return weights, dropped
 
 
 def not_a_weight(key: str) -> str | None:
     """The rule by which the tensor or object under a key is dropped; None for a weight."""
-    return next((rule for pattern, rule in NOT_WEIGHTS if pattern.fullmatch(key)), None)
+    return rule_of(key, NOT_WEIGHTS)
 
 
 _KEY = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?(.*)")
@@ -263,8 +262,7 @@ class _StackedReader:
                 )
             whole = parts[0][1] if len(parts) == 1 and parts[0][1].shape == shape else assemble(shape, parts)
             result[name] = Tensor(dtype, whole)
-        if problems:
-            raise ReshardError(problems)
+        raise_all(problems)
         return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.algebra.layout import Layout
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, raise_all
 from reshard.families.rules import Dims
 from reshard.families.sized_family import Model
 from reshard.formats.sharding import SharedSize, divided, misfits
@@ -52,8 +52,7 @@ def check_layout(model: Model, layout: Layout) -> None:
                 remedy="leave out --ep",
             )
         )
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     layout.chunks(dims.layers)
 
 

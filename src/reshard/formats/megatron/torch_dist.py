@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.layout import Layout
-from reshard.base.errors import Problem, ReshardError, cause_of
+from reshard.base.errors import Problem, ReshardError, cause_of, raise_all
 from reshard.containers.dcp_chunks import ChunkFile
 from reshard.containers.dcp_metadata import (
     DcpMetadata,
@@ -278,8 +278,7 @@ class TorchDistWriting(MegatronWriting):
                 writer.add(state, name, prefix)
         if optimizer:
             writer.refuse_gaps()
-        if writer.problems:
-            raise ReshardError(writer.problems)
+        raise_all(writer.problems)
         folder = iterations.name_of(iteration)
         files = [file.finished(folder) for _, file in sorted(writer.files.items())]
         metadata = {

@@ -51,8 +51,8 @@ def engine_of(folder: Path, common: Mapping[str, Any], names: Iterable[str]) -> 
     return "megatron-bridge" if (folder / RUN_CONFIG).is_file() else "mcore"
 
 
-def recorded_args(folder: Path, sources: Sources, common: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The Megatron-LM arguments that an iteration folder and its `common.pt` record; None if there are none."""
+def recorded_args(folder: Path, sources: Sources, common: Mapping[str, Any]) -> dict[str, Any]:
+    """The Megatron-LM arguments that an iteration folder and its `common.pt` record; empty if there are none."""
     if isinstance(common.get("args"), Namespace):
         args = arguments_of(common["args"])
         if "num_layers" in args:
@@ -61,11 +61,11 @@ def recorded_args(folder: Path, sources: Sources, common: Mapping[str, Any]) -> 
     try:
         run_config, of_nemo = read_run_config(folder, sources), nemo.read_model(folder, sources)
     except ValueError:
-        return None  # `inspect` reports that the file cannot be read
+        return {}  # `inspect` reports that the file cannot be read
     if run_config:
         return args_of_run_config(run_config)
     if of_nemo is None:
-        return None
+        return {}
     fields, family = of_nemo
     return args_of_run_config({"model": fields}) | ({MODEL_TYPE: family} if family else {})
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from reshard.algebra.storage import StoredTensor
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.containers import zarr_arrays
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor
 from reshard.containers.zarr_arrays import ZarrArray
@@ -51,8 +51,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     for each in inside:
         check_open(each)
     found = {each.name: _array(each, sources) for each in inside if _is_array(each)}
-    if problems := [problem for each in found.values() if isinstance(each, list) for problem in each]:
-        raise ReshardError(problems)
+    raise_all(problem for each in found.values() if isinstance(each, list) for problem in each)
     arrays = {key: array for key, array in found.items() if isinstance(array, ZarrArray)}
     saved = SavedIteration(
         NAME,
@@ -90,8 +89,7 @@ def _reading(sources: Sources, stored: Mapping[str, DcpTensor]) -> Iterator[Read
     lacking = (zarr_arrays.missing_chunks(key, array) for key, array in arrays.items())
     problems = [problem for problem in lacking if problem]
     problems += [problem for array in arrays.values() for problem in zarr_arrays.misfits(array, sources)]
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
 
     def read(tensor: DcpTensor, chunk: DcpChunk) -> StoredTensor:
         assert isinstance(tensor, ZarrArray)

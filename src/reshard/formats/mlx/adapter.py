@@ -16,14 +16,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, one_for_all, raise_all
 from reshard.families.dialect import HUB
 from reshard.families.dialects import mlx
 from reshard.folders import iterations
 from reshard.folders.companions import read_object
 from reshard.folders.iterations import Iteration
 from reshard.formats import apply_renamings, huggingface
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.contract import Format
 from reshard.formats.peft import ADAPTER_CONFIG
 from reshard.formats.weight_files import weights_in
@@ -53,16 +53,23 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     tensors = huggingface.read_weights(file, sources)
     config = file.parent / ADAPTER_CONFIG
     kind = read_object(config, sources).get("fine_tune_type", "lora") if config.is_file() else "lora"
-    if problems := [
-        _unsupported(name, each, str(kind)) for name, each in tensors.items() if not _is_pair(name, each)
-    ]:
-        raise ReshardError(one_for_all(problems, tensors, str(file)))
+    raise_all(
+        one_for_all(
+            [
+                _unsupported(name, each, str(kind))
+                for name, each in tensors.items()
+                if not _is_pair(name, each)
+            ],
+            tensors,
+            str(file),
+        )
+    )
     return Checkpoint(
         path=path,
         format=NAME,
         dialect=HUB,
         tensors=dict(_in_peft(tensors)),
-        root=file.parent,
+        description=ModelDescription(file.parent),
         variant=f"adapter of mlx-lm, {kind}",
     )
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError, one_for_all, raise_all
 from reshard.codecs.mlx_modes import SMALL_FLOAT_MODES, ModeSettings, settings_in
 from reshard.codecs.mlx_weights import WeightParts, dequantized
 from reshard.families.dialects import mlx
-from reshard.folders.allowed_paths import belongs
-from reshard.folders.companions import CONFIG, read_object
+from reshard.folders.companions import CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.formats import apply_renamings, huggingface, safetensors_writers
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, FormatData
+from reshard.formats.json_beside import object_beside
 from reshard.transfer.source_files import Sources
 
 NAME = "mlx"
@@ -37,15 +37,17 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     found = huggingface.open_checkpoint(path, sources, iteration)
     if not safetensors_writers.has(path, NAME):
         return found
-    config = _config(found.root, sources)
-    quantization = _settings(config, found.root)
+    config = _config(found.description.folder, sources)
+    quantization = _settings(config, found.description.folder)
     weights = _MlxWeights(found.tensors, quantization, str(path))
     tensors, notes = weights.plain(), []
     if weights.kinds:
         notes.append(_told(weights.kinds))
     naming = mlx.naming(config)
     if naming is None:
-        raise unknown_model(config, found.root, "convert the Hugging Face folder that it was made from")
+        raise unknown_model(
+            config, found.description.folder, "convert the Hugging Face folder that it was made from"
+        )
     hub = apply_renamings.on_hub(tensors, naming.rules, config)
     if naming.is_rounded:
         notes.append("mlx-lm stores zero-centred norms plus one, which rounded them: one is subtracted again")
@@ -56,16 +58,16 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         found,
         format=NAME,
         tensors=hub,
-        is_part=lacks,
+        native=FormatData(is_part=lacks),
         variant=", ".join(dict.fromkeys(map(str, weights.kinds))),
         notes=[*found.notes, *notes],
     )
 
 
 def _config(folder: Path, sources: Sources) -> Mapping[str, Any]:
-    path = folder / CONFIG
-    if path.is_file() and belongs(path, folder, sources):
-        return read_object(path, sources)
+    config = object_beside(folder, CONFIG, sources)
+    if config is not None:
+        return config
     raise ReshardError(
         "mlx-without-config",
         "there is no config.json beside the weights of MLX",
@@ -140,8 +142,7 @@ class _MlxWeights:
             for module in sorted(modules)
             if f"{module}.weight" not in self._tensors
         ]
-        if problems:
-            raise ReshardError(one_for_all(problems, self._tensors, self._file))
+        raise_all(one_for_all(problems, self._tensors, self._file))
         return made
 
     def _dequantize(self, module: str, made: dict[str, Tensor]) -> Iterator[Problem]:

@@ -19,14 +19,16 @@ from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View, assemble
-from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.errors import Problem, ReshardError, listed, raise_all
 from reshard.base.plain_json import json_of
 from reshard.containers import zarr_arrays
 from reshard.containers.zarr_arrays import ZarrArray
 from reshard.families.dialects.maxtext import MAXTEXT
 from reshard.folders.iterations import Iteration, refuse
 from reshard.formats import foreign
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, FormatData, ModelDescription
+from reshard.formats.dropped import PROGRESS, RANDOM_STATES, rule_of
+from reshard.formats.optimizer import OPTIMIZER_STATES
 from reshard.formats.orbax.layer_names import normal
 from reshard.formats.unique_names import under_new_names
 from reshard.stores import is_remote
@@ -39,12 +41,10 @@ OF_CHECKPOINT = "_CHECKPOINT_METADATA"
 UNFINISHED_FOLDER = re.compile(r"(.+)\.orbax-checkpoint-tmp(-\d+)?")
 PARAMETER_PATHS = (("params", "params"), ("params",), ("base",), ())
 """Where the model is in the tree: of Linen, of Linen without its collection, of NNX with LoRA, and of NNX."""
-TOP_MODULES = ("decoder", "token_embedder", "vision_encoder", "mtp_block")
-OPTIMIZER = "optimizer states"
 NOT_WEIGHTS = (
-    (re.compile(r"(opt|opt_state|optimizer)(\..*)?"), OPTIMIZER),
-    (re.compile(r"step|global_step|grad_step"), "training progress"),
-    (re.compile(r"(.*\.)?(rngs?|dropout)(\..*)?"), "random number states"),
+    (re.compile(r"(opt|opt_state|optimizer)(\..*)?"), OPTIMIZER_STATES),
+    (re.compile(r"step|global_step|grad_step"), PROGRESS),
+    (re.compile(r"(.*\.)?(rngs?|dropout)(\..*)?"), RANDOM_STATES),
 )
 _LORA = re.compile(r"(.*[._])?(w_)?lora_[ab](\..*)?")
 _ORDERED = re.compile(r"query_norm|query\.bias|wkv_a|MoeBlock_0|pre_ffw_norm")
@@ -86,12 +86,12 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         format=NAME if _is_scanned(weights) else UNSCANNED,
         dialect=MAXTEXT,
         tensors=tensors,
-        root=path,
+        description=ModelDescription(path),
         iteration=step,
         dropped=dropped,
         notes=[*_notes(path, dropped), *_order(weights)],
         variant=f"{reader.variant}; {'Linen' if root.startswith('params.') else 'NNX'}",
-        is_part=True,
+        native=FormatData(is_part=True),
     )
 
 
@@ -179,7 +179,7 @@ def _sorted(leaves: Mapping[str, str], root: str) -> tuple[dict[str, str], dict[
     weights: list[tuple[str, str, str]] = []
     beside: dict[str, str] = {}
     for name, stored in leaves.items():
-        rule = _rule_of(name) or _rule_of(name.removeprefix(root))
+        rule = rule_of(name, NOT_WEIGHTS) or rule_of(name.removeprefix(root), NOT_WEIGHTS)
         if rule:
             beside[stored] = rule
         else:
@@ -188,7 +188,7 @@ def _sorted(leaves: Mapping[str, str], root: str) -> tuple[dict[str, str], dict[
 
 
 def _refuse_adapters(names: Iterable[str], path: Path) -> None:
-    adapters = [name for name in names if _LORA.fullmatch(name) and not _rule_of(name)]
+    adapters = [name for name in names if _LORA.fullmatch(name) and not rule_of(name, NOT_WEIGHTS)]
     if adapters:
         raise ReshardError(
             "orbax-with-lora",
@@ -198,10 +198,6 @@ def _refuse_adapters(names: Iterable[str], path: Path) -> None:
             rule="the model is the sum of its weights and their adapters, which reshard does not compute for MaxText",
             remedy="merge them with MaxText's to_huggingface (lora.lora_restore_path=…), then convert what it writes",
         )
-
-
-def _rule_of(name: str) -> str | None:
-    return next((rule for pattern, rule in NOT_WEIGHTS if pattern.fullmatch(name)), None)
 
 
 def _is_scanned(names: Iterable[str]) -> bool:
@@ -219,7 +215,7 @@ def _order(names: Iterable[str]) -> Iterator[str]:
 
 
 def _notes(path: Path, dropped: Mapping[str, int]) -> Iterator[str]:
-    if OPTIMIZER in dropped:
+    if OPTIMIZER_STATES in dropped:
         yield "the optimizer states are left out: only the weights of MaxText's checkpoints are converted"
     steps = path.resolve().parent.parent
     unfinished = sorted(each.name for each in steps.iterdir() if UNFINISHED_FOLDER.fullmatch(each.name))
@@ -305,8 +301,7 @@ class _ArrayReader:
 
     def finish(self) -> None:
         """Raise ReshardError listing the arrays that are incomplete, or if memory for a chunk is lacking."""
-        if self._problems:
-            raise ReshardError(self._problems)
+        raise_all(self._problems)
         if self._sources.meter:
             self._sources.meter.set_aside(3 * self._largest, str(self._folder))
 

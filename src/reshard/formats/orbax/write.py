@@ -70,7 +70,7 @@ class OrbaxWriting(Writing):
 
     def files(self) -> list[OutputFile]:
         """The files of the container, in the folder of its step."""
-        step = _step(self.request)
+        step = self.request.step
         arrays = list(_arrays(self.request, scanned=self._scanned))
         folder = f"{step}/{ITEM}"
         files = [file for array in arrays for file in _files(folder, array)]
@@ -89,7 +89,7 @@ class OrbaxWriting(Writing):
         settings = (
             f"scan_layers={str(self._scanned).lower()} vocab_size={self.request.declared.dims.padded_vocab}"
         )
-        told = [f"MaxText loads it with load_parameters_path=OUTPUT/{_step(self.request)}/{ITEM} {settings}"]
+        told = [f"MaxText loads it with load_parameters_path=OUTPUT/{self.request.step}/{ITEM} {settings}"]
         if self._scanned:
             told.append(
                 f"all layers are in one array, MaxText's default; --to {UNSCANNED} writes one for each"
@@ -100,10 +100,6 @@ class OrbaxWriting(Writing):
                 "MaxText stores some weights multiplied: they are rounded as its to_maxtext rounds them"
             )
         return told
-
-
-def _step(request: Request) -> int:
-    return request.iteration if isinstance(request.iteration, int) else 0
 
 
 def _arrays(request: Request, *, scanned: bool) -> Iterator[OutputArray]:

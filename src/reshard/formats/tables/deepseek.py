@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.containers.safetensors import read_tensors
 from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.companions import read_object
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.contract import Format
 from reshard.formats.sharding import Split
 from reshard.formats.tables.rank_files import COPY_AGAIN, JoinedRanks, files_of_ranks
@@ -72,8 +72,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     iterations.refuse(path, iteration, "a checkpoint of DeepSeek's inference code")
     folder = path if path.is_dir() else path.parent
     contents = [read_tensors(file, sources) for file in files_of_ranks(folder, RANK_FILE, _count(folder))]
-    if misplaced := [*_misplaced(contents)]:
-        raise ReshardError(misplaced)
+    raise_all(_misplaced(contents))
     joined = JoinedRanks(contents, split_of)
     tensors = under_new_names(
         ((name, hub_name(name), tensor) for name, tensor in joined.tensors().items()), path
@@ -81,14 +80,13 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     settings = _settings(folder, sources) or {}
     config = hub_config(settings, tensors) if settings else None
     unrecorded = set() if "rope_factor" in settings else {"rope_scaling"}
+    recorded = config and {key: value for key, value in config.items() if key not in unrecorded}
     return Checkpoint(
         path=path,
         format=NAME,
         dialect=HUB,
         tensors=tensors,
-        root=folder,
-        config=config,
-        recorded=config and {key: value for key, value in config.items() if key not in unrecorded},
+        description=ModelDescription(folder, config=config, recorded=recorded),
         replicas=joined.replicas,
         problems=joined.problems,
         notes=[MTP_NOTE] if _layers(tensors) == 61 else [],

@@ -33,18 +33,17 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     """Open a folder or a file. Raises ReshardError."""
     file = path / FILE if path.is_dir() else path
     found = huggingface.open_checkpoint(file, sources, iteration)
-    settings = _settings(found.root, sources)
+    settings = _settings(found.description.folder, sources)
     _refuse_unmerged(found)
     rules = litgpt.renames(settings, old=any(f".{litgpt.OLD_QKV}." in name for name in found.tensors))
     if rules is None:
-        raise _unknown_model(settings, found.root)
+        raise _unknown_model(settings, found.description.folder)
     sizes = litgpt_config.sizes(settings)
     hub = apply_renamings.on_hub(found.tensors, rules, sizes)
     _refuse_misfits(found, hub, sizes["num_hidden_layers"])
     config = litgpt_config.config_of(settings)
-    return replace(
-        found, path=path, format=NAME, tensors=hub, config=config, recorded=config or sizes, variant=""
-    )
+    description = replace(found.description, config=config, recorded=config or sizes)
+    return replace(found, path=path, format=NAME, tensors=hub, description=description, variant="")
 
 
 def _settings(folder: Path, sources: Sources) -> Mapping[str, Any]:
@@ -81,7 +80,8 @@ def _refuse_unmerged(found: Checkpoint) -> None:
             "the weights of an adapter are not merged into those of the model",
             file=str(found.path),
             found=listed(trained, 2),
-            remedy=f"merge LoRA with LitGPT: litgpt merge_lora {found.root}; its Adapter methods cannot be merged",
+            remedy=f"merge LoRA with LitGPT: litgpt merge_lora {found.description.folder}; "
+            "its Adapter methods cannot be merged",
         )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from reshard.algebra.layout import Layout, SavedLayout
 from reshard.algebra.tensors import Replica, Tensor
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.plain_json import to_json
 from reshard.families.dialects.internevo import dialect
 from reshard.families.rope import rope_parameters
@@ -30,7 +30,7 @@ from reshard.folders import iterations
 from reshard.folders.companions import read_object
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.contract import Format, Naming, Ranks, Request, Target, Writing
 from reshard.formats.copied_files import same_bytes
 from reshard.formats.internlm.tensor_names import place_of, split_of
@@ -92,10 +92,8 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         format=NAME,
         dialect=META_DIALECT,
         tensors=tensors,
-        root=folder,
+        description=ModelDescription(folder, config=config, recorded=_recorded(params, config)),
         layout=SavedLayout.of(Layout(tp=len(files))),
-        config=config,
-        recorded=_recorded(params, config),
         dropped=+dropped,
         replicas=[*joined.replicas, *copies],
         problems=joined.problems,
@@ -234,9 +232,7 @@ def _assumed(params: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[s
 def fit(request: Request) -> Request:
     """Refuse models that Meta's code does not build, and ranks that do not divide its sizes; all problems at once."""
     dims = request.declared.dims
-    problems = [*shares(dims, request.layout), *_unlike(dims, request.config)]
-    if problems:
-        raise ReshardError(problems)
+    raise_all([*shares(dims, request.layout), *_unlike(dims, request.config)])
     return request
 
 

@@ -13,12 +13,12 @@ from reshard.base.errors import ReshardError, listed
 from reshard.base.plain_json import to_json
 from reshard.containers import safetensors
 from reshard.families.dialects import mistral
-from reshard.folders.allowed_paths import belongs
-from reshard.folders.companions import CONFIG, read_object
+from reshard.folders.companions import CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.formats import apply_renamings, foreign, huggingface, weight_files
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import Format, Naming, Request, Target, Writing
+from reshard.formats.json_beside import object_beside
 from reshard.formats.tables import mistral_params
 from reshard.formats.tables.unknown_tensors import refuse_misfits
 from reshard.stores import open_file
@@ -59,22 +59,23 @@ def _is_of_mistral(folder: Path) -> bool:
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder or a file. Raises ReshardError."""
     found = huggingface.open_checkpoint(_place(path), sources, iteration)
-    config = _beside(found.root, CONFIG, sources)
+    folder = found.description.folder
+    config = object_beside(folder, CONFIG, sources)
     if foreign.with_names_of_a_tool(path, found.tensors, config) is None:
         return replace(found, path=path)  # the Hub's names, in files that are called so
     _refuse_quantized(found)
     derived, notes, recorded = None, list[str](), None
     if config is None:
-        params = _beside(found.root, mistral_params.PARAMS_FILE, sources)
+        params = object_beside(folder, mistral_params.PARAMS_FILE, sources)
         if params is None:
-            raise _without_params(found.root)
+            raise _without_params(folder)
         config, notes, recorded = mistral_params.config_of(
-            params, found.tensors, str(found.root / mistral_params.PARAMS_FILE)
+            params, found.tensors, str(folder / mistral_params.PARAMS_FILE)
         )
         derived = config
     rules = mistral.renames(config)
     if rules is None:
-        raise mistral_params.unsupported([f"model_type {config.get('model_type')}"], str(found.root / CONFIG))
+        raise mistral_params.unsupported([f"model_type {config.get('model_type')}"], str(folder / CONFIG))
     hub = apply_renamings.on_hub(found.tensors, rules, config)
     _refuse_misfits(found, hub, config)
     kept = [each for each in found.notes if "index" not in each]
@@ -83,8 +84,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         path=path,
         format=NAME,
         tensors=hub,
-        config=derived,
-        recorded=recorded,
+        description=replace(found.description, config=derived, recorded=recorded),
         notes=[*kept, *notes],
     )
 
@@ -93,11 +93,6 @@ def _place(path: Path) -> Path:
     """The path that has all weights: the index of shards, the only file, or the folder."""
     places = (path / name for name in (INDEX, SINGLE, OLD)) if path.is_dir() else ()
     return next((place for place in places if place.is_file()), path)
-
-
-def _beside(folder: Path, name: str, sources: Sources) -> Mapping[str, Any] | None:
-    path = folder / name
-    return read_object(path, sources) if path.is_file() and belongs(path, folder, sources) else None
 
 
 def _refuse_quantized(found: Checkpoint) -> None:

@@ -22,14 +22,16 @@ from typing import Any, NamedTuple
 from reshard.algebra.layout import SavedLayout
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, assemble, overlaps
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed, one_for_all, said
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed, one_for_all, raise_all, said
 from reshard.containers.safetensors import read_file
 from reshard.containers.torchfiles.untrusted import shape_of
 from reshard.families.dialects.nanotron import dialect
 from reshard.folders.allowed_paths import folders_in
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.contract import Format
+from reshard.formats.dropped import RANDOM_STATES, SCHEDULES
+from reshard.formats.optimizer import OPTIMIZER_STATES
 from reshard.formats.tables.nanotron_config import hub_config, read_model_config, rows_are_interleaved
 from reshard.formats.tables.rank_files import COPY_AGAIN
 from reshard.stores import open_file
@@ -43,9 +45,9 @@ DATA = "data"
 MOST_SLICES = 64
 """The most slices of a part: query, key and value are three."""
 DROPPED_FOLDERS = (
-    ("optimizer", "optimizer states"),
-    ("lr_scheduler", "learning rate schedules"),
-    ("random", "random number states"),
+    ("optimizer", OPTIMIZER_STATES),
+    ("lr_scheduler", SCHEDULES),
+    ("random", RANDOM_STATES),
 )
 """Folders beside the weights, and the rules by which their files are dropped."""
 _FILE = re.compile(
@@ -105,10 +107,9 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         format=NAME,
         dialect=dialect(interleaved=interleaved),
         tensors=tensors,
-        root=folder,
+        description=ModelDescription(folder, config=hub_config(config, tensors, folder, sources)),
         layout=_layout(files),
         iteration=int(number) if number.isdecimal() else None,
-        config=hub_config(config, tensors, folder, sources),
         dropped=+Counter({rule: _size_of(folder / name) for name, rule in DROPPED_FOLDERS}),
         notes=[note] if note else [],
     )
@@ -181,8 +182,7 @@ def _read(files: Mapping[str, list[ParameterFile]], folder: Path, sources: Sourc
             tensors[name] = _joined(name, [_part(each.path, sources) for each in found])
         except ReshardError as error:
             problems += error.problems
-    if problems:
-        raise ReshardError(one_for_all(problems, files, str(folder)))
+    raise_all(one_for_all(problems, files, str(folder)))
     return tensors
 
 

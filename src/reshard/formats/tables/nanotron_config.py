@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.plain_yaml import yaml_of
 from reshard.families.dialects.nanotron import QKV
 from reshard.families.rules import MOST_MODULES
@@ -85,8 +85,7 @@ def hub_config(
 ) -> dict[str, Any]:
     """The config.json of a model. Raises ReshardError if no model on the Hub computes the same."""
     biased = any(name.endswith(f"{QKV}bias") for name in tensors)
-    if problems := [*_unlike_the_hub(config, biased, folder, sources)]:
-        raise ReshardError(problems)
+    raise_all(_unlike_the_hub(config, folder, sources))
     window, interval = config.get("sliding_window_size"), config.get("no_rope_layer")
     found = {key: config[key] for key in SAME_KEYS if key in config}
     if factor := config.get("rope_seq_len_interpolation_factor"):
@@ -122,9 +121,7 @@ def _experts(config: Mapping[str, Any], experts: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _unlike_the_hub(
-    config: Mapping[str, Any], biased: bool, folder: Path, sources: Sources
-) -> Iterator[Problem]:
+def _unlike_the_hub(config: Mapping[str, Any], folder: Path, sources: Sources) -> Iterator[Problem]:
     """A problem for each setting with which no model on the Hub computes the same."""
     window, interval = config.get("sliding_window_size"), config.get("no_rope_layer")
     experts = config.get("moe_config")

@@ -23,7 +23,7 @@ from reshard.folders.iterations import Iteration
 from reshard.formats import foreign, huggingface, mlx, safetensors_writers
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import Format
-from reshard.formats.tables.config_beside import config_beside
+from reshard.formats.json_beside import object_beside
 from reshard.transfer.source_files import Sources
 
 NAME = "paddle"
@@ -58,7 +58,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         return mlx.FORMAT.open(path, sources, iteration)
     if _is_plain(found.tensors, path):
         return found
-    config = _config(found.root, sources)
+    config = _config(found.description.folder, sources)
     _refuse_unknown(found, config)
     return replace(
         found, format=NAME, tensors=_on_hub(found.tensors, config), notes=[*found.notes, *_told(config)]
@@ -67,7 +67,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 def _config(folder: Path, sources: Sources) -> Mapping[str, Any]:
     """The config beside the weights. Raises ReshardError if the names of its model's weights are not known."""
-    config = config_beside(folder, sources)
+    config = object_beside(folder, CONFIG, sources) or {}
     if config and config.get("model_type") in KNOWN_TYPES:
         return config
     raise ReshardError(

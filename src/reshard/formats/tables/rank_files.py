@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reshard.algebra.storage import StoredTensor
-from reshard.algebra.tensors import Replica, Tensor, cells_of
+from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.formats.copied_files import CopyFinder
-from reshard.formats.sharding import Split, TensorShards, add_shard
+from reshard.formats.sharding import CollectedShards, Split, TensorShards
 
 COPY_AGAIN = "copy the files of all ranks again from where they were saved"
 
@@ -51,31 +49,24 @@ class JoinedRanks:
 
     def tensors(self) -> dict[str, Tensor]:
         """The complete tensors, by name. Raises ReshardError listing those whose parts do not fit together."""
-        found: dict[str, TensorShards] = {}
-        copies = CopyFinder()
+        found = CollectedShards()
         for rank, content in enumerate(self.contents):
             for name, part in content.items():
                 split = self.split_of(name)
-                shards = found.setdefault(name, TensorShards(split, len(self.contents)))
-                self.replicas += add_shard(shards.by_rank, rank if split else 0, part, name)
-                _note(copies, name, part, (rank if split else 0,))
-        self.problems += copies.problems()
-        if misfits := [problem for name, shards in found.items() for problem in _misfits(name, shards)]:
+                found.add(name, name, part, split, rank, len(self.contents))
+                if split is None:
+                    found.compare(name, part, (name, 0))
+        self.replicas += found.replicas
+        self.problems += found.copies.problems()
+        if misfits := found.misfits(_misfits):
             raise ReshardError(self.problems or misfits)
-        return {name: shards.joined() for name, shards in found.items()}
+        return found.joined()
 
 
-def _note(copies: CopyFinder, name: str, part: Tensor, place: tuple[int, ...]) -> None:
-    for cells in cells_of(part.view):
-        copies.add(cells.storage.path, name, place, StoredTensor(cells.storage, cells.dtype, part.shape, ()))
-
-
-def _misfits(name: str, shards: TensorShards) -> Iterator[Problem]:
+def _misfits(name: str, shards: TensorShards, split: Split) -> Iterator[Problem]:
     """A problem if a part is missing, or parts are not alike."""
-    if shards.split is None:
-        return
     kinds = {(part.dtype.name, part.shape) for part in shards.by_rank.values()}
-    whole = all(len(shape) > shards.split.axis for _, shape in kinds) and len(kinds) == 1
+    whole = all(len(shape) > split.axis for _, shape in kinds) and len(kinds) == 1
     missing = shards.missing()
     if whole and not missing:
         return

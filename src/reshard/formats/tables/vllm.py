@@ -25,10 +25,10 @@ from reshard.folders import iterations
 from reshard.folders.companions import CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface
-from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.contract import Format
+from reshard.formats.json_beside import object_beside
 from reshard.formats.sharding import Split
-from reshard.formats.tables.config_beside import config_beside
 from reshard.formats.tables.rank_files import JoinedRanks, files_of_ranks
 from reshard.stores import fetch_heads
 from reshard.transfer.plan import ZERO
@@ -87,7 +87,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         format=NAME,
         dialect=HUB,
         tensors=found,
-        root=folder,
+        description=ModelDescription(folder),
         dropped=+dropped,
         replicas=[*joined.replicas, *heads, *padding],
         problems=joined.problems,
@@ -97,7 +97,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 def _config(folder: Path, sources: Sources) -> Mapping[str, Any]:
     """The config beside the files. Raises ReshardError if the names of its model's tensors are not known."""
-    config = config_beside(folder, sources)
+    config = object_beside(folder, CONFIG, sources) or {}
     if config.get("model_type") in KNOWN_TYPES and not config.get("quantization_config"):
         return config
     found = f"model_type {config.get('model_type')}" if config else f"no {CONFIG} beside the weights"

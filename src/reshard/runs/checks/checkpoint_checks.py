@@ -18,7 +18,7 @@ from reshard.base.plain_json import MAX_CODE_BYTES
 from reshard.base.translations import translated
 from reshard.commands.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, inspect_checkpoint
 from reshard.folders import iterations
-from reshard.folders.companions import TOKENIZER_CONFIG, Companions, find_companions, read_object
+from reshard.folders.companions import TOKENIZER_CONFIG, Companions, read_object
 from reshard.formats import foreign
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.not_found import NOTHING_FOUND
@@ -148,7 +148,7 @@ def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
 def _parts(inspection: Inspection) -> Iterator[MissingPart]:
     lacking = {problem.code for problem in inspection.problems}
     checkpoint = inspection.checkpoint
-    is_there = (checkpoint.root / "config.json").is_file()
+    is_there = (checkpoint.description.folder / "config.json").is_file()
     if is_there or NO_CONFIG in lacking:  # otherwise the checkpoint itself tells what it would contain
         yield MissingPart(Text.same("config.json"), not is_there, "--base DIR")
     yield MissingPart(phrase_text("part-tokenizer"), NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
@@ -174,12 +174,12 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 def _trainability(checkpoint: Checkpoint, installed: Mapping[str, str] | None) -> Iterator[Finding]:
     """What fails to load, to train or to be saved again. Raises ReshardError if a config is not JSON."""
-    companions = find_companions(checkpoint.sources, *checkpoint.folders)
+    companions = checkpoint.companions()
     files = dict(companions.files)
     if checkpoint.format == "peft" and (checkpoint.path / ADAPTER_CONFIG).is_file():
         files[ADAPTER_CONFIG] = checkpoint.path / ADAPTER_CONFIG
     yield from _vocabulary(checkpoint, companions)
-    yield from _remote_code(checkpoint.root)
+    yield from _remote_code(checkpoint.description.folder)
     for name, check in FILE_CHECKS.items():
         if name in files:
             yield from check(files[name], read_object(files[name], checkpoint.sources), installed)
@@ -191,7 +191,7 @@ def _vocabulary(checkpoint: Checkpoint, companions: Companions) -> Iterator[Find
     rows = next((table.shape[0] for table in tables if table is not None), 0)
     tokens = companions.vocab_size
     if tokens is not None and 0 < rows < tokens:
-        place = Location(str(checkpoint.root), None, f"tokens: {tokens}, embedding: {rows}")
+        place = Location(str(checkpoint.description.folder), None, f"tokens: {tokens}, embedding: {rows}")
         yield rules.finding("checkpoint-vocabulary", [place], {"tokens": tokens, "rows": rows})
 
 
