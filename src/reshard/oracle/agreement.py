@@ -61,7 +61,9 @@ def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32
         return transformers_logits(checkpoint.description.folder, tokens)
     from reshard.oracle.megatron.logits import megatron_logits
 
-    args = side.model.args if side.model else checkpoint.description.args
+    args = (side.model.args if side.model else checkpoint.description.args) or {}
+    # Only Megatron-LM stores it; Megatron-Bridge and mcore-bridge derive it.
+    args = {**args, "padded_vocab_size": embedding_rows(checkpoint)}
     # torch_dist loads on one rank whatever its layout was; legacy files only in their own layout.
     layout = checkpoint.layout.complete() if checkpoint.format == "megatron-legacy" else None
     return megatron_logits(checkpoint.path, tokens, args=args, layout=layout).logits
