@@ -170,12 +170,19 @@ ENVIRONMENTS = {
     # Later releases than those for Python 3.11, on the torch of PyPI, which has the libraries of CUDA: 5 GB.
     "megatron-bridge-0.6": Environment(
         (
-            *("torch==2.14.1", "transformers==5.12.1", "datasets==4.8.4", "peft==0.21.2", "accelerate"),
+            *("torch==2.13.0", "transformers==5.12.1", "datasets==4.8.4", "peft==0.21.2", "accelerate"),
             *("omegaconf", "einops", "six", "sentencepiece", "tiktoken", "tensorboard"),
             *("click", "isal", "rich", "pyyaml"),  # what reshard needs, which is run in it
         ),
         ("megatron-core==0.19.2", "megatron-bridge==0.6.2"),
         python="3.12",
+    ),
+    # Megatron-Bridge needs an older transformers. The kernels of flash-linear-attention, which megatron-core's and
+    # transformers' delta nets prefer, are for GPUs.
+    "megatron-core-0.19": Environment(
+        ("transformers==5.24.0",),
+        ("flash-linear-attention==0.6.0", "fla-core==0.6.0"),
+        on="megatron-bridge-0.6",
     ),
     "ms-swift": Environment(
         (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,9 @@ from reshard.model.model_heads import head_of
 
 Logits = npt.NDArray[np.float32]
 LOADING_RULE = "strict loading by transformers"
+
+GPU_KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
+"""Packages that transformers, if it finds them, prefers to its own code even for weights on a CPU."""
 
 
 def transformers_logits(path: str | Path, tokens: npt.NDArray[np.int64], *, dtype: str = "float32") -> Logits:
@@ -91,7 +95,7 @@ def _loaded(path: str | Path, **how: Any) -> tuple[Any, set[str]]:
     kind = auto_class(settings)
     config = _config(path, settings)
     try:
-        with _quiet():
+        with _quiet(), _no_gpu_kernels():
             model, info = kind.from_pretrained(
                 path,
                 config=config,
@@ -106,6 +110,7 @@ def _loaded(path: str | Path, **how: Any) -> tuple[Any, set[str]]:
         raise ReshardError(
             "logits-weights-not-merged", message, file=str(path), rule=LOADING_RULE, found=str(error)
         ) from error
+    _refuse_constant_limit(path, settings, model)
     absent = _biases_that_only_llama_has(settings, info["missing_keys"])
     empty = {name for name, tensor in model.state_dict().items() if not tensor.numel()}
     _refuse(path, settings, {**info, "missing_keys": set(info["missing_keys"]) - absent - empty})
@@ -216,6 +221,24 @@ def _refuse(path: str | Path, settings: Mapping[str, Any], info: Mapping[str, An
         raise ReshardError(problems)
 
 
+def _refuse_constant_limit(path: str | Path, settings: Mapping[str, Any], model: Any) -> None:
+    """Raise ReshardError if gpt-oss's activations are clamped at 7, whatever its config says.
+
+    transformers 5.12 has this constant, 5.24 reads the config.
+    """
+    limit = settings.get("swiglu_limit")
+    limits = {module.limit for module in model.modules() if hasattr(module, "limit")}
+    if limit is not None and limits - {limit}:
+        raise ReshardError(
+            "transformers-ignores-limit",
+            "this version of transformers computes with another swiglu_limit",
+            file=str(Path(path) / "config.json"),
+            expected=str(limit),
+            found=", ".join(map(str, sorted(limits))),
+            remedy="install a newer transformers, or verify without --logits",
+        )
+
+
 def _is_mtp(name: str, settings: Mapping[str, Any]) -> bool:
     """Whether `name` belongs to a multi-token-prediction layer: most are numbered after the last decoder layer.
 
@@ -242,3 +265,16 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _no_gpu_kernels() -> Iterator[None]:
+    """Hide `GPU_KERNELS`, which transformers looks for when it imports and builds a model."""
+    imported = {name: sys.modules[name] for name in GPU_KERNELS if name in sys.modules}
+    sys.modules.update(dict.fromkeys(GPU_KERNELS))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in GPU_KERNELS:
+            del sys.modules[name]
+        sys.modules.update(imported)
