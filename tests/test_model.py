@@ -25,7 +25,7 @@ def edit(path: Path, **changes: object) -> None:
 def test_an_embedding_of_the_tokenizers_size_is_taken_for_that(tmp_path: Path) -> None:
     """Megatron-LM pads the tokenizer's size; Qwen2.5's config has more rows than that."""
     model = make_model("qwen2", tmp_path / "hf")
-    tokens = find_companions(Sources(), model).vocab_size
+    tokens = find_companions(Sources(), model).tokenizer.vocab_size
     assert tokens is not None
     reshard.convert(model, tmp_path / "mc", to="megatron", vocab_divisible_by=1)
     edit(tmp_path / "mc" / "config.json", vocab_size=tokens + 40)

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
+from reshard.containers.orbax_arrays import ArrayFolder
 from reshard.formats.orbax.folder import METADATA_MOST
-from reshard.stores.orbax import ArrayFolder
 from tests.commandline import reshard as command
 from tests.environments import python
 
@@ -69,7 +69,7 @@ def arrays_of(items: Path) -> Arrays:
     for keys in keys_of(items):
         inner = [key for key in keys if key not in ("params", "base", "value")]
         if inner[0] in ("decoder", "token_embedder"):
-            array = container._open(".".join(keys)).read().result()
+            array = container.open(".".join(keys)).read().result()
             found[".".join(inner)] = (array.dtype.name, array.shape, array.tobytes())
     return found
 
@@ -297,8 +297,11 @@ def test_arrays_that_become_one_tensor_are_refused(more: list[str], tmp_path: Pa
     tree[str(tuple(other))] = entry
     (items / "_METADATA").write_text(json.dumps(told))
     container = ArrayFolder(items)
-    spec = {"kvstore": container._place(".".join(other)), "driver": "zarr3" if container.is_zarr3 else "zarr"}
-    array = container._open(".".join(keys))
+    spec = {
+        "kvstore": container.location(".".join(other)),
+        "driver": "zarr3" if container.is_zarr3 else "zarr",
+    }
+    array = container.open(".".join(keys))
     tensorstore.open(spec, create=True, dtype=array.dtype, shape=array.shape).result().write(1).result()
     found = problem_of(
         "convert", items, tmp_path / "out", "--no-tokenizer", "--base", DATA / "llama_unscanned"

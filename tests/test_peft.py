@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
-from reshard.adapters import find, merged
+from reshard.adapters import merge_adapter, read_adapter
 from reshard.base.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.transfer.gather import Gatherer
@@ -192,8 +192,8 @@ def test_an_adapter_merges_into_a_megatron_base_and_into_any_layout(
 
 def test_any_window_of_a_merged_weight_has_the_same_elements(llama: Path, tmp_path: Path) -> None:
     settings = {"r": 4, "lora_alpha": 6, "target_modules": ["embed_tokens", "q_proj"], "use_dora": True}
-    adapter = find(open_checkpoint(genuine.make_adapter(llama, tmp_path / "adapter", **settings)))
-    weights = merged(adapter, open_checkpoint(llama).tensors, lambda name, stored: stored)
+    adapter = read_adapter(open_checkpoint(genuine.make_adapter(llama, tmp_path / "adapter", **settings)))
+    weights = merge_adapter(adapter, open_checkpoint(llama).tensors, lambda name, stored: stored)
     files = OpenFiles()
     gatherer = Gatherer(files, None)
     random = np.random.default_rng(0)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import reshard as api
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.foreign_text import escape, shown, shown_json, shown_lines
+from reshard.base.foreign_text import escape, printable_json, printable_line, printable_lines
 from tests.commandline import apart, in_terminal, reshard
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\n\x9b31merror: forged\r\n\u202eerror: forged\u2028error: forged"
@@ -174,16 +174,21 @@ def test_only_what_deceives_is_escaped() -> None:
         "C:\\x1b",
         os.fsdecode(b"\xe9"),
     ):
-        assert shown(text) == shown_lines(text) == text and shown_json(f'"{text}"') == f'"{text}"'
-    assert shown(EVIL).isascii() and shown_lines(EVIL).count("\n") == 2
+        assert (
+            printable_line(text) == printable_lines(text) == text
+            and printable_json(f'"{text}"') == f'"{text}"'
+        )
+    assert printable_line(EVIL).isascii() and printable_lines(EVIL).count("\n") == 2
     for code in range(0x110000):
         character = chr(code)
         if unicodedata.category(character) in ("Cc", "Zl", "Zp") or unicodedata.bidirectional(character) in (
             *("LRE", "RLE", "LRO", "RLO", "PDF"),
             *("LRI", "RLI", "FSI", "PDI"),
         ):
-            assert shown(character).isascii() and shown(character) != character, hex(code)
-            assert json.loads(shown_json(json.dumps(f"{character}x", ensure_ascii=False))) == f"{character}x"
+            assert printable_line(character).isascii() and printable_line(character) != character, hex(code)
+            assert (
+                json.loads(printable_json(json.dumps(f"{character}x", ensure_ascii=False))) == f"{character}x"
+            )
     assert escape("[red]\x1b") == r"\[red]\x1b"
 
 

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, dynamic_module_utils
 
 from reshard.base.errors import ReshardError
-from reshard.folders import companions
-from reshard.folders.companions import Companions, check_companions, find_companions, output_file
+from reshard.base.plain_json import JSON_WEIGHT
+from reshard.folders.companions import Companions, check_companions, companion_copy, find_companions
 from reshard.transfer import source_files
 from reshard.transfer.source_files import Sources
 from tests.genuine.huggingface import make_model
@@ -32,7 +32,7 @@ def test_all_that_transformers_wrote_travels_except_weights(tmp_path: Path) -> N
     assert len(weights) > 2
     assert companions.files.keys() == {path.name for path in folder.iterdir()} - weights
     assert companions.has_tokenizer
-    assert companions.vocab_size == len(AutoTokenizer.from_pretrained(folder))
+    assert companions.tokenizer.vocab_size == len(AutoTokenizer.from_pretrained(folder))
     assert companions.config == json.loads((folder / "config.json").read_text())
 
 
@@ -40,14 +40,14 @@ def test_added_tokens_count(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(make_model("qwen3", tmp_path / "model"))
     tokenizer.add_tokens(["<one>", "<two>"])
     tokenizer.save_pretrained(tmp_path / "more")
-    assert find_companions(Sources(), tmp_path / "more").vocab_size == len(tokenizer) == 285
+    assert find_companions(Sources(), tmp_path / "more").tokenizer.vocab_size == len(tokenizer) == 285
 
 
 def test_a_unigram_vocabulary_is_a_list(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("b", -2.0)], unk_id=0))
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert find_companions(Sources(), tmp_path).vocab_size == tokenizer.get_vocab_size() == 4
+    assert find_companions(Sources(), tmp_path).tokenizer.vocab_size == tokenizer.get_vocab_size() == 4
 
 
 @pytest.mark.parametrize(
@@ -73,17 +73,17 @@ def test_what_makes_a_tokenizer(names: list[str], expected: bool, tmp_path: Path
 
 def test_a_vocabulary_of_two_files(tmp_path: Path) -> None:
     write(tmp_path, vocab__json={"a": 0, "b": 1}, merges__txt="", added_tokens__json={"<end>": 4})
-    assert find_companions(Sources(), tmp_path).vocab_size == 5
+    assert find_companions(Sources(), tmp_path).tokenizer.vocab_size == 5
 
 
 def test_a_sentencepiece_model_does_not_tell_its_size_here(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\x00\xff")
     companions = find_companions(Sources(), tmp_path)
-    assert (companions.vocab_size, companions.named_ids) == (None, 0)
+    assert (companions.tokenizer.vocab_size, companions.tokenizer.named_ids) == (None, 0)
     decoder = {"0": {"content": "<unk>"}, "32000": {"content": "<pad>"}}
     write(tmp_path, tokenizer_config__json={"added_tokens_decoder": decoder})
     companions = find_companions(Sources(), tmp_path)
-    assert (companions.vocab_size, companions.named_ids) == (None, 32001)
+    assert (companions.tokenizer.vocab_size, companions.tokenizer.named_ids) == (None, 32001)
 
 
 def test_templates_processors_and_nothing_that_describes_the_folder(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
 
 def content_of(file: Path) -> bytes:
     """The content to write in place of a file: other bytes, or its own."""
-    written = output_file(file.name, file, Sources())
+    written = companion_copy(file.name, file, Sources())
     return b"".join(content for _, content in written.literals()) if not written.blocks else file.read_bytes()
 
 
@@ -272,7 +272,7 @@ def test_large_json_is_looked_through(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """JSON that is too large to parse is read in windows: it is text from brace to brace, or damaged."""
-    monkeypatch.setattr(Sources, "fits", lambda self, nbytes: nbytes < 10 * companions.JSON_WEIGHT)
+    monkeypatch.setattr(Sources, "fits", lambda self, nbytes: nbytes < 10 * JSON_WEIGHT)
     monkeypatch.setattr(source_files, "WINDOW_BYTES", 3)
     write(tmp_path, tokenizer__json=' {"a": "\u20ac\u20ac"}\n ', vocab__json="{}")
     found = check_companions(find_companions(Sources(), tmp_path))
@@ -292,7 +292,7 @@ def test_a_large_companion_is_copied_and_not_loaded(tmp_path: Path, monkeypatch:
     tracemalloc.start()
     try:
         found = check_companions(find_companions(Sources(), tmp_path))
-        planned = [output_file(name, path, Sources()) for name, path in found.files.items()]
+        planned = [companion_copy(name, path, Sources()) for name, path in found.files.items()]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

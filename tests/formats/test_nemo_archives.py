@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 import reshard
 from reshard.base.errors import ReshardError
-from reshard.stores import entered
+from reshard.stores import archive_folder
 from reshard.stores.file_info import FileInfo
 from reshard.stores.store import Store
 from tests.commandline import reshard as command
@@ -122,7 +122,7 @@ def test_every_format_of_tar(format: int, tmp_path: Path) -> None:
         archive.addfile(link)
         link.name, link.type, link.linkname = "hard", tarfile.LNKTYPE, f"./{names[0]}"
         archive.addfile(link)
-    folder = entered(tmp_path / "a.nemo")
+    folder = archive_folder(tmp_path / "a.nemo")
     found = {
         each.relative_to(folder).as_posix(): each.read_bytes() for each in folder.rglob("*") if each.is_file()
     }
@@ -183,7 +183,7 @@ def test_attributes_of_a_member_that_say_nothing(record: str, tmp_path: Path) ->
     member = header("plain.txt", 5) + b"plain" + bytes(507)
     content = header("attributes", len(attributes), tarfile.XHDTYPE) + padded + member
     (tmp_path / "a.nemo").write_bytes(content + bytes(1024))
-    folder = entered(tmp_path / "a.nemo")
+    folder = archive_folder(tmp_path / "a.nemo")
     assert [path.name for path in folder.iterdir()] == ([] if "path" in record else ["plain.txt"])
 
 

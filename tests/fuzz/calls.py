@@ -21,7 +21,7 @@ from reshard.containers.torchfiles.read import read_torch_file
 from reshard.runs.doctor.python_api import doctor
 from reshard.runs.guard.data.data_files import check_records
 from reshard.runs.guard.data.records import SHAPES_OF_METHOD
-from reshard.stores.registry import is_url, parsed
+from reshard.stores.registry import is_url, parse_address
 from reshard.stores.web import WebStore
 from reshard.transfer.leftovers import recover, remove_unfinished, set_aside, unfinished
 from reshard.transfer.source_files import Sources
@@ -264,8 +264,8 @@ def url(data: bytes) -> None:
     """The URL of a store, whose user, password and query must never be shown."""
     text = data.decode("utf-8", "replace")
     if is_url(text):
-        place = parsed(text)
-        assert not place.userinfo or f"//{place.userinfo}@" not in place.shown
+        place = parse_address(text)
+        assert not place.userinfo or f"//{place.userinfo}@" not in place.url
         if place.scheme not in WebStore.kind.schemes:
             assert not place.query
 

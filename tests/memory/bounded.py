@@ -72,7 +72,7 @@ def _warm() -> int:
             import_module(module.name)
     import reshard.cli.convert
     import reshard.cli.verify
-    from reshard.adapters.merged_weights import multiplied
+    from reshard.adapters.blas import multiplied
 
     found: list[int] = []
     barrier = Barrier(THREADS + 1)

@@ -16,9 +16,9 @@ from threading import Barrier, Event, Thread
 import numpy as np
 import pytest
 
-from reshard.adapters import merged_weights
-from reshard.base import errors
-from reshard.base.exceptions_to_problems import problems_of
+from reshard.adapters import blas
+from reshard.base import address_space
+from reshard.base.exceptions_to_problems import no_memory, problems_of
 from tests.memory import models
 from tests.memory.bounded import ROOT
 
@@ -96,14 +96,14 @@ def test_every_address_space_up_to_what_a_road_takes(folder: Path, road: str) ->
 )
 def test_whatever_meets_it_says_the_same(error: Exception) -> None:
     (problem,) = problems_of(error)
-    assert problem.message == MESSAGE and problem == errors.no_memory(error)
+    assert problem.message == MESSAGE and problem == no_memory(error)
 
 
 def test_threads_fail_for_two_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python reports both the same way; whether there is room for a stack tells them apart."""
     error = RuntimeError("can't start new thread")
     assert problems_of(error)[0].message == "the system cannot start more threads"
-    monkeypatch.setattr(errors, "can_reserve", lambda nbytes: False)
+    monkeypatch.setattr(address_space, "can_reserve", lambda nbytes: False)
     assert problems_of(error)[0].message == MESSAGE
 
 
@@ -127,8 +127,8 @@ def test_products_wait_for_a_buffer(monkeypatch: pytest.MonkeyPatch, buffers: in
         left[0] -= 1
         return left[0] >= 0
 
-    monkeypatch.setattr(merged_weights, "can_reserve", can_reserve)
-    multiplied = merged_weights.Multiplier()
+    monkeypatch.setattr(blas, "can_reserve", can_reserve)
+    multiplied = blas.Multiplier()
     threads = [Thread(target=multiplied, args=(Factor(), None)) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -138,6 +138,6 @@ def test_products_wait_for_a_buffer(monkeypatch: pytest.MonkeyPatch, buffers: in
 
 
 def test_no_buffer_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merged_weights, "can_reserve", lambda nbytes: False)
+    monkeypatch.setattr(blas, "can_reserve", lambda nbytes: False)
     with pytest.raises(MemoryError, match="multiply"):
-        merged_weights.Multiplier()(np.eye(2), np.eye(2))
+        blas.Multiplier()(np.eye(2), np.eye(2))

@@ -76,7 +76,7 @@ def test_chunks_are_looked_up_some_at_a_time(web: Web, root: Path, monkeypatch: 
 def test_what_is_fetched_and_read_is_let_go(web: Web) -> None:
     for name in FORMATS:
         path = api.open(f"{web.address}/{name}").checkpoint.path
-        assert not registry.at(str(path)).ahead
+        assert not registry.store_at(str(path)).ahead
 
 
 def test_what_lies_outside_of_a_file_is_left_to_its_reader(web: Web, root: Path) -> None:
@@ -86,4 +86,4 @@ def test_what_lies_outside_of_a_file_is_left_to_its_reader(web: Web, root: Path)
     read_ahead.fetch_ahead(
         [(url, -1, 5), (url, 5, 5), (url, size - 1, size + 1), (url, 0, 4), (str(file), 0, 4)]
     )
-    assert registry.at(url).ahead == {(url, 0, 4): b"PK\x03\x04"}
+    assert registry.store_at(url).ahead == {(url, 0, 4): b"PK\x03\x04"}

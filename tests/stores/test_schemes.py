@@ -10,14 +10,13 @@ import tomllib
 
 from reshard.base.foreign_text import without_secrets
 from reshard.stores.address import StoreKind
-from reshard.stores.bucket import read_only
+from reshard.stores.bucket import not_writable
 from reshard.stores.file_info import FileInfo
 from reshard.stores.object_stores import AlibabaOss, ObjectStore, entry_of
-from reshard.stores.orbax import OrbaxStore
 from reshard.stores.registry import STORES
 
 ROOT = Path(__file__).parents[2]
-TYPED = [kind for kind in STORES if kind.kind.package and kind is not OrbaxStore]
+TYPED = [kind for kind in STORES if kind.kind.package]
 """The kinds of stores whose URLs users type."""
 WRITABLE = {kind.kind.schemes[0] for kind in TYPED if issubclass(kind, ObjectStore)}
 
@@ -27,7 +26,7 @@ def listed(text: str) -> set[str]:
 
 
 def test_the_error_lists_the_stores_that_can_be_written() -> None:
-    assert listed(str(read_only("https://host/model").problems[0].expected)) == WRITABLE
+    assert listed(str(not_writable("https://host/model").problems[0].expected)) == WRITABLE
 
 
 def test_each_has_an_extra_that_installs_its_package() -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import reshard
-from reshard.base.errors import GIB, ReshardError
-from reshard.folders.companions import read_object
+from reshard.base.errors import ReshardError
+from reshard.base.quantities import GIB
+from reshard.folders.json_objects import read_object
 from reshard.runs.train.memory import activations
 from reshard.runs.train.memory.activations import KeptBytes, LayerWidths
 from reshard.runs.train.memory.estimate import TrainingSetup, memory_parts

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from reshard.adapters import from_megatron, peft_names
-from reshard.adapters.adapter import Adapter, LowRankPair, find
+from reshard.adapters.adapter import Adapter, LowRankPair, read_adapter
 from reshard.adapters.adapter_settings import find_settings
-from reshard.adapters.merge import merged, quantized_base
+from reshard.adapters.merge import merge_adapter, quantized_base
 from reshard.formats import peft
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind
 
-__all__ = ["Adapter", "LowRankPair", "find", "find_settings", "kind_of", "merged", "quantized_base"]
+__all__ = [
+    "Adapter",
+    "LowRankPair",
+    "checkpoint_kind",
+    "find_settings",
+    "merge_adapter",
+    "quantized_base",
+    "read_adapter",
+]
 
 
 def checkpoint_kind(checkpoint: Checkpoint) -> CheckpointKind:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from reshard.adapters.adapter_settings import AdapterSettings, find_settings, rank_problems, type_problems
 from reshard.adapters.peft_names import MAGNITUDE, PairPart, WholeWeight, parse
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.merged_problems import one_for_all
 from reshard.formats.checkpoint import Checkpoint
 
 
@@ -82,7 +83,7 @@ class Adapter:
         return all(f"{module}.weight" in there for module in self.pairs) and len(there) > len(self.pairs)
 
 
-def find(checkpoint: Checkpoint, name: str | None = None, alpha: float | None = None) -> Adapter:
+def read_adapter(checkpoint: Checkpoint, name: str | None = None, alpha: float | None = None) -> Adapter:
     """The adapter in a checkpoint, called `name` if there are several; `alpha` overrides any file.
 
     Raises ReshardError for a tensor that is empty, that has no partner, or whose shape does not fit its partner's,
@@ -103,13 +104,13 @@ def find(checkpoint: Checkpoint, name: str | None = None, alpha: float | None = 
             parts[part.module][part.kind, part.leaf] = checkpoint.tensors[key]
     problems = [
         problem
-        for module, found in parts.items()
-        for problem in _pair_problems(module, found, str(checkpoint.path))
+        for module, tensors in parts.items()
+        for problem in _pair_problems(module, tensors, str(checkpoint.path))
     ]
     if problems:
         names = [str(problem.tensor) for problem in problems]
         raise ReshardError(one_for_all(problems, names, str(checkpoint.path)))
-    pairs = {module: _pair(found) for module, found in parts.items()}
+    pairs = {module: _pair(tensors) for module, tensors in parts.items()}
     if not settings.parameters:  # for stacked experts, the shape does not give the rank
         problems = list(rank_problems(settings, ((m, pair.rank) for m, pair in pairs.items())))
     if problems:
@@ -192,17 +193,17 @@ _GROUPED = re.compile(r"\.lora_(?:gate_and_up|down)_[AB]$")
 _KINDS = (("lora_A", "lora_B", "weight"), ("lora_embedding_A", "lora_embedding_B", ""))
 
 
-def _pair(found: Mapping[tuple[str, str], Tensor]) -> LowRankPair:
+def _pair(tensors: Mapping[tuple[str, str], Tensor]) -> LowRankPair:
     for a, b, leaf in _KINDS:
-        if (a, leaf) in found:
-            magnitude = found.get((MAGNITUDE, "")) or found.get((MAGNITUDE, "weight"))
-            bias = found.get((b, "bias"))
-            return LowRankPair(found[a, leaf], found[b, leaf], magnitude, bias, embedding=leaf == "")
+        if (a, leaf) in tensors:
+            magnitude = tensors.get((MAGNITUDE, "")) or tensors.get((MAGNITUDE, "weight"))
+            bias = tensors.get((b, "bias"))
+            return LowRankPair(tensors[a, leaf], tensors[b, leaf], magnitude, bias, embedding=leaf == "")
     raise AssertionError("its problems were looked for first")
 
 
-def _pair_problems(module: str, found: Mapping[tuple[str, str], Tensor], file: str) -> Iterator[Problem]:
-    for (kind, leaf), tensor in found.items():
+def _pair_problems(module: str, tensors: Mapping[tuple[str, str], Tensor], file: str) -> Iterator[Problem]:
+    for (kind, leaf), tensor in tensors.items():
         if (tensor.view.numel == 0 or len(tensor.shape) != 2) and kind != MAGNITUDE and leaf != "bias":
             yield Problem(
                 "adapter-tensor-empty",
@@ -216,24 +217,24 @@ def _pair_problems(module: str, found: Mapping[tuple[str, str], Tensor], file: s
             )
             return
     for a, b, leaf in _KINDS:
-        if ((a, leaf) in found) != ((b, leaf) in found):
-            there, missing = (a, b) if (a, leaf) in found else (b, a)
-            yield _alone(f"{module}.{there}", f"{module}.{missing}", file)
-        elif (a, leaf) in found and found[a, leaf].shape[0] != found[b, leaf].shape[1]:
+        if ((a, leaf) in tensors) != ((b, leaf) in tensors):
+            there, missing = (a, b) if (a, leaf) in tensors else (b, a)
+            yield _unpaired(f"{module}.{there}", f"{module}.{missing}", file)
+        elif (a, leaf) in tensors and tensors[a, leaf].shape[0] != tensors[b, leaf].shape[1]:
             yield Problem(
                 "adapter-pair-ranks-differ",
                 "lora_A and lora_B have different ranks",
                 tensor=module,
                 file=file,
                 expected=f"{a} [r, …] and {b} [out, r]",
-                found=f"{list(found[a, leaf].shape)} and {list(found[b, leaf].shape)}",
+                found=f"{list(tensors[a, leaf].shape)} and {list(tensors[b, leaf].shape)}",
                 remedy="the files are of different adapters: copy all of one again",
             )
-    if not any((a, leaf) in found or (b, leaf) in found for a, b, leaf in _KINDS):
-        yield _alone(f"{module}.{MAGNITUDE}", f"{module}.lora_A and lora_B", file)
+    if not any((a, leaf) in tensors or (b, leaf) in tensors for a, b, leaf in _KINDS):
+        yield _unpaired(f"{module}.{MAGNITUDE}", f"{module}.lora_A and lora_B", file)
 
 
-def _alone(there: str, missing: str, file: str) -> Problem:
+def _unpaired(there: str, missing: str, file: str) -> Problem:
     return Problem(
         "adapter-pair-incomplete",
         "a tensor of the adapter has no partner",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from reshard.adapters.adapter import Adapter, LowRankPair
 from reshard.adapters.merge import MergeTarget, targets
-from reshard.adapters.stacked_experts import ROLE_OF_PROJECTION, like, turned_pair
+from reshard.adapters.stacked_experts import ROLE_OF_PROJECTION, turned_pair, with_view
 from reshard.adapters.to_megatron import zeros
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import concat
@@ -43,9 +43,9 @@ class ScaledPair(NamedTuple):
         a, b = self.pair.a, self.pair.b
         below = concat([a.view, zeros(more, a.shape[1])])
         beside = concat([b.view, zeros(b.shape[0], more)], axis=1)
-        return self._replace(pair=self.pair._replace(a=like(a, below), b=like(b, beside)))
+        return self._replace(pair=self.pair._replace(a=with_view(a, below), b=with_view(b, beside)))
 
-    def none(self, out: int, width: int) -> ScaledPair:
+    def zero_change(self, out: int, width: int) -> ScaledPair:
         """No change of a matrix [out, width], by a pair like this one."""
         rank, kind = self.pair.rank, self.pair.a.dtype
         return ScaledPair(
@@ -72,7 +72,7 @@ class ExpertChanges:
         """The roles that the adapter changes in any expert."""
         return [role for role in self.shapes if any(role == each for _, each in self.found)]
 
-    def filled(self) -> dict[tuple[int, str], ScaledPair]:
+    def complete(self) -> dict[tuple[int, str], ScaledPair]:
         """A change of every matrix of every expert: of one rank for each role, and none where there is none."""
         result = {}
         for role, shape in self.shapes.items():
@@ -80,7 +80,7 @@ class ExpertChanges:
             some = there or list(self.found.values())
             rank = max(change.pair.rank for change in some)
             for index in range(self.count):
-                change = self.found.get((index, role)) or some[0].none(*shape)
+                change = self.found.get((index, role)) or some[0].zero_change(*shape)
                 result[index, role] = change.padded(rank)
         return result
 
@@ -92,7 +92,7 @@ class AdapterChanges(NamedTuple):
     experts: list[ExpertChanges]
     problems: list[Problem]
 
-    def each(self) -> Iterator[tuple[str, ScaledPair]]:
+    def matrix_changes(self) -> Iterator[tuple[str, ScaledPair]]:
         """All changes of single matrices, by names for messages."""
         yield from self.linears.items()
         for experts in self.experts:
@@ -155,10 +155,10 @@ class _TransposedExperts(ExpertChanges):
 
 def _layers(weights: Mapping[str, Tensor]) -> dict[str, ExpertChanges]:
     """The experts of each layer of a base, by the name of their module."""
-    found: dict[str, ExpertChanges] = {}
+    layers: dict[str, ExpertChanges] = {}
     for name, tensor in weights.items():
         if match := _OF_EXPERT.fullmatch(name):
-            layer = found.setdefault(match["module"], ExpertChanges(match["module"], 0, {}, {}))
+            layer = layers.setdefault(match["module"], ExpertChanges(match["module"], 0, {}, {}))
             layer.count = max(layer.count, int(match["index"]) + 1)
             role, shape = ROLE_OF_PROJECTION[match["name"]], (tensor.shape[0], tensor.shape[1])
             layer.names, layer.shapes = {**layer.names, role: match["name"]}, {**layer.shapes, role: shape}
@@ -166,8 +166,8 @@ def _layers(weights: Mapping[str, Tensor]) -> dict[str, ExpertChanges]:
             module = match["module"]
             down = weights.get(name.replace("gate_up_proj", "down_proj"))
             if down is not None and len(down.shape) == 3:
-                found[module] = _stack(module, tensor.shape, down.shape)
-    return found
+                layers[module] = _stack(module, tensor.shape, down.shape)
+    return layers
 
 
 def inputs_first(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
@@ -199,13 +199,13 @@ def _twice(module: str, weight: str) -> Problem:
 
 def experts_apart(experts: ExpertChanges) -> Iterator[tuple[str, ScaledPair]]:
     """A change for each linear of each expert, by its name."""
-    for (index, role), change in experts.filled().items():
+    for (index, role), change in experts.complete().items():
         if role != GATE_UP:
             yield f"{experts.module}.{index}.{ {**PROJECTION_OF_ROLE, **experts.names}[role] }", change
             continue
         half = change.pair.b.shape[0] // 2
         for name, rows in (("gate", slice(0, half)), ("up", slice(half, 2 * half))):
-            b = like(change.pair.b, change.pair.b.view[rows])
+            b = with_view(change.pair.b, change.pair.b.view[rows])
             yield (
                 f"{experts.module}.{index}.{PROJECTION_OF_ROLE[name]}",
                 ScaledPair(LowRankPair(change.pair.a, b), change.scale),
@@ -221,7 +221,7 @@ def stacked(
 
     Raises ValueError if the experts are changed with different strengths.
     """
-    filled = experts.filled()
+    filled = experts.complete()
     for role in (GATE_UP, DOWN):
         parts = [role] if role in experts.shapes else ["gate", "up"]
         if not both and not any(part in experts.roles for part in parts):
@@ -240,20 +240,20 @@ def _joined(each: list[list[ScaledPair]], same: Same) -> list[ScaledPair]:
     if len(each[0]) == 1:
         return [change for (change,) in each]
     shared = all(same(gate.pair.a, up.pair.a) for gate, up in each)
-    return [_over(gate, up) if shared else _blocks(gate, up) for gate, up in each]
+    return [_shared_pair(gate, up) if shared else _block_pair(gate, up) for gate, up in each]
 
 
-def _over(gate: ScaledPair, up: ScaledPair) -> ScaledPair:
+def _shared_pair(gate: ScaledPair, up: ScaledPair) -> ScaledPair:
     b = concat([gate.pair.b.view, up.pair.b.view])
-    return ScaledPair(LowRankPair(gate.pair.a, like(gate.pair.b, b)), gate.scale)
+    return ScaledPair(LowRankPair(gate.pair.a, with_view(gate.pair.b, b)), gate.scale)
 
 
-def _blocks(gate: ScaledPair, up: ScaledPair) -> ScaledPair:
+def _block_pair(gate: ScaledPair, up: ScaledPair) -> ScaledPair:
     (one, _), (other, _) = gate, up
     a = concat([one.a.view, other.a.view])
     above = concat([one.b.view, zeros(one.b.shape[0], other.rank)], axis=1)
     below = concat([zeros(other.b.shape[0], one.rank), other.b.view], axis=1)
-    return ScaledPair(LowRankPair(like(one.a, a), like(one.b, concat([above, below]))), gate.scale)
+    return ScaledPair(LowRankPair(with_view(one.a, a), with_view(one.b, concat([above, below]))), gate.scale)
 
 
 def _stacked(each: list[ScaledPair]) -> ScaledPair:
@@ -263,5 +263,6 @@ def _stacked(each: list[ScaledPair]) -> ScaledPair:
     a = concat([change.pair.a.view for change in each])
     b = concat([change.pair.b.view.reshape(out, rank, 1) for change in each], axis=2)
     return ScaledPair(
-        LowRankPair(like(first.a, a), like(first.b, b.reshape(out, rank * len(each)))), each[0].scale
+        LowRankPair(with_view(first.a, a), with_view(first.b, b.reshape(out, rank * len(each)))),
+        each[0].scale,
     )

@@ -19,7 +19,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain_json import JSON_MOST, json_of
 from reshard.folders.allowed_paths import belongs, is_here
 from reshard.folders.base_hints import RUN_CONFIG, read_yaml
-from reshard.folders.companions import read_object
+from reshard.folders.json_objects import read_object
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron import nemo, nemo_1
 from reshard.formats.peft import ADAPTER_CONFIG
@@ -93,7 +93,7 @@ class AdapterSettings:
         """The factor of a pair's product: alpha/r, or alpha/√r for rank-stabilized LoRA."""
         alpha = self.alpha(module)
         if alpha is None:
-            raise ReshardError(missing_alpha(module))
+            raise ReshardError(unknown_alpha(module))
         return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
 
     @property
@@ -139,7 +139,7 @@ def _is_endless(pattern: str) -> bool:
     return bool(re.search(r"\)[*+{]", pattern)) or repeats > REPEATS or pattern.count("?") > CHOICES
 
 
-def missing_alpha(module: str | None = None, file: str | None = None) -> Problem:
+def unknown_alpha(module: str | None = None, file: str | None = None) -> Problem:
     """The error for an adapter whose alpha is not recorded."""
     return Problem(
         "lora-alpha-unknown",
@@ -154,14 +154,18 @@ def missing_alpha(module: str | None = None, file: str | None = None) -> Problem
 
 def find_settings(checkpoint: Checkpoint, alpha: float | None = None) -> AdapterSettings:
     """The settings in files near an adapter. `alpha`, if given, applies to every module, whatever a file says."""
-    found = next(
-        (settings for folder in _folders(checkpoint) for settings in _in(folder, checkpoint.sources)),
+    recorded = next(
+        (
+            settings
+            for folder in _folders(checkpoint)
+            for settings in _settings_in(folder, checkpoint.sources)
+        ),
         AdapterSettings(),
     )
     if alpha is None:
-        return found
-    config = {key: value for key, value in found.config.items() if key != "alpha_pattern"}
-    return replace(found, config={**config, "lora_alpha": alpha}, source=found.source or "--lora-alpha")
+        return recorded
+    config = {key: value for key, value in recorded.config.items() if key != "alpha_pattern"}
+    return replace(recorded, config={**config, "lora_alpha": alpha}, source=recorded.source or "--lora-alpha")
 
 
 def _folders(checkpoint: Checkpoint) -> Iterator[Path]:
@@ -170,18 +174,20 @@ def _folders(checkpoint: Checkpoint) -> Iterator[Path]:
     yield from dict.fromkeys(folder for place in seen for folder in (place, place / "lora_adapter"))
 
 
-def _in(folder: Path, sources: Sources) -> Iterator[AdapterSettings]:
+def _settings_in(folder: Path, sources: Sources) -> Iterator[AdapterSettings]:
     """The settings in one folder, from the most reliable file on."""
     if (folder / ADAPTER_CONFIG).is_file() and belongs(folder / ADAPTER_CONFIG, folder, sources):
         yield _in_adapter_config(folder / ADAPTER_CONFIG, sources)
     for name, keys in TRAINING_NOTES.items():
-        if (folder / name).is_file() and (content := _known(_object(folder / name, sources), keys)):
+        if (folder / name).is_file() and (content := _in_peft_keys(_object(folder / name, sources), keys)):
             yield AdapterSettings(content, str(folder / name))
     for name, section, called, defaults in IN_YAML:
-        told: Any = _yaml(folder / name, sources)
+        settings: Any = _yaml(folder / name, sources)
         for part in section:
-            told = told.get(part) if isinstance(told, Mapping) else None
-        if isinstance(told, Mapping) and (content := _known({**defaults(told), **_given(told)}, called)):
+            settings = settings.get(part) if isinstance(settings, Mapping) else None
+        if isinstance(settings, Mapping) and (
+            content := _in_peft_keys({**defaults(settings), **_without_none(settings)}, called)
+        ):
             yield AdapterSettings(content, str(folder / name))
 
 
@@ -196,31 +202,31 @@ def _in_adapter_config(path: Path, sources: Sources) -> AdapterSettings:
     if isinstance(rank, int) and isinstance(scale, int | float):
         known["lora_alpha"] = rank * scale
     known["base_model_name_or_path"] = content.get("model")
-    return AdapterSettings(_given(known), str(path), rounded=True)
+    return AdapterSettings(_without_none(known), str(path), rounded=True)
 
 
-def _given(told: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in told.items() if value is not None}
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
 
 
-def _nothing(told: Mapping[str, Any]) -> dict[str, Any]:
+def _no_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _of_nemo_1(told: Mapping[str, Any]) -> dict[str, Any]:
+def _of_nemo_1(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What NeMo 1 uses as alpha if it is not set, as in all releases before 2.0."""
-    return {"alpha": told.get("adapter_dim")}
+    return {"alpha": settings.get("adapter_dim")}
 
 
-def _of_nemo_2(told: Mapping[str, Any]) -> dict[str, Any]:
+def _of_nemo_2(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults of NeMo 2's LoRA, which `model.yaml` leaves out."""
-    is_lora = str(told.get("_target_")).endswith((".LoRA", ".CanonicalLoRA"))
+    is_lora = str(settings.get("_target_")).endswith((".LoRA", ".CanonicalLoRA"))
     return {"dim": 32, "alpha": 32} if is_lora else {}
 
 
 BRIDGE_KEYS = {"dim": "r", "alpha": "lora_alpha"}
 IN_YAML: tuple[tuple[str, tuple[str, ...], Mapping[str, str], Defaults], ...] = (
-    (RUN_CONFIG, ("peft",), BRIDGE_KEYS, _nothing),
+    (RUN_CONFIG, ("peft",), BRIDGE_KEYS, _no_defaults),
     (
         nemo_1.CONFIG_FILE,
         ("peft", "lora_tuning"),
@@ -253,7 +259,7 @@ Sources: `utils/checkpoint/fsdp_checkpoint_manager.py` of verl 0.9.1; `swift/meg
 """
 
 
-def _known(content: Any, keys: Mapping[str, str]) -> dict[str, Any]:
+def _in_peft_keys(content: Any, keys: Mapping[str, str]) -> dict[str, Any]:
     """The values under the names of adapter_config.json; empty without an alpha."""
     if not isinstance(content, Mapping):
         return {}

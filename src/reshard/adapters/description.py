@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.adapters.adapter import Adapter
-from reshard.adapters.adapter_settings import AdapterSettings, merge_problems, missing_alpha
+from reshard.adapters.adapter_settings import AdapterSettings, merge_problems, unknown_alpha
 from reshard.base.errors import Problem, listed
 from reshard.formats.checkpoint import Checkpoint
 
@@ -25,16 +25,16 @@ def notes(adapter: Adapter) -> list[str]:
     noted = [settings.config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
     ranks = ", ".join(dict.fromkeys(map(str, noted if settings.written else adapter.ranks)))
     targets = sorted({_LAYER.sub("", module) for module in adapter.pairs})
-    found = [f"LoRA of rank {ranks}, {known}, on {listed(targets, MODULES_SHOWN)}"]
+    texts = [f"LoRA of rank {ranks}, {known}, on {listed(targets, MODULES_SHOWN)}"]
     if any(pair.magnitude is not None for pair in adapter.pairs.values()):
-        found.append("with magnitudes of its own (DoRA)")
+        texts.append("with magnitudes of its own (DoRA)")
     if adapter.whole:
-        found.append(f"trained whole: {listed(sorted(adapter.whole), MODULES_SHOWN)}")
+        texts.append(f"trained whole: {listed(sorted(adapter.whole), MODULES_SHOWN)}")
     if adapter.base:
-        found.append(f"{len(adapter.base)} weights of the base are stored with it")
+        texts.append(f"{len(adapter.base)} weights of the base are stored with it")
     if settings.base:
-        found.append(f"the base was {settings.base}{'' if settings.base_is_here else ', which is not here'}")
-    return found
+        texts.append(f"the base was {settings.base}{'' if settings.base_is_here else ', which is not here'}")
+    return texts
 
 
 def warnings(adapter: Adapter) -> list[Problem]:
@@ -45,7 +45,7 @@ def warnings(adapter: Adapter) -> list[Problem]:
 
 def alpha_warnings(settings: AdapterSettings) -> list[Problem]:
     """A warning if no file records alpha."""
-    return [] if settings.alpha("") is not None else [replace(missing_alpha(), severity="warning")]
+    return [] if settings.alpha("") is not None else [replace(unknown_alpha(), severity="warning")]
 
 
 def fused_notes(checkpoint: Checkpoint, settings: AdapterSettings) -> list[str]:

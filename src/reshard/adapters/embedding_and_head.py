@@ -123,11 +123,11 @@ def _resized(table: Tensor, rows: int) -> View:
     return concat([table.view, View.of(MeanRows(table), more, columns)])
 
 
-def filled(weights: Mapping[str, Tensor]) -> dict[str, int]:
+def mean_row_counts(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """The number of rows in each table that are in no file."""
-    found = {}
+    rows = {}
     for name, table in _tables(weights).items():
         means = sum(piece.numel for piece in table.view.pieces if isinstance(piece.source, MeanRows))
         if means:
-            found[name] = means // table.shape[1]
-    return found
+            rows[name] = means // table.shape[1]
+    return rows

@@ -67,12 +67,12 @@ def under_hub_names(checkpoint: Checkpoint, config: Mapping[str, Any] | None) ->
     tensors: dict[str, Tensor] = {}
     problems = list(_mixed(checkpoint, dims))
     for name, tensor in checkpoint.tensors.items():
-        found = dict(_under_hub_names(name, tensor, owners))
+        parts = dict(_under_hub_names(name, tensor, owners))
         if family.live:
-            found = {family.live.begun_in_memory(hub): part for hub, part in found.items()}
-        if not found:
+            parts = {family.live.begun_in_memory(hub): part for hub, part in parts.items()}
+        if not parts:
             problems.append(_unknown(name, tensor))
-        tensors.update(found)
+        tensors.update(parts)
     if problems:
         raise ReshardError(problems)
     return replace(checkpoint, dialect=HUB, tensors=tensors, variant="adapter of Megatron-Core")
@@ -97,7 +97,7 @@ def _under_hub_names(
         if part.side == "B":
             view = _in_order(tensor, part, linear)
             if not part.part:
-                view = rows_like(bound.view, view.shape[1]).through(_only(view))
+                view = rows_like(bound.view, view.shape[1]).through(_constant_view(view))
         module = hub.removesuffix(".weight")
         yield f"{module}.lora_{part.side}.{part.name}.weight", Tensor(tensor.dtype, view)
 
@@ -163,10 +163,10 @@ def _whole(
     for hub, bound in owners.get(native, ()):
         module, _, leaf = hub.rpartition(".")
         spelled = f"{module}.modules_to_save.{saved['name']}.{leaf}" if saved else hub
-        yield spelled, Tensor(tensor.dtype, bound.view.through(_only(tensor.view)))
+        yield spelled, Tensor(tensor.dtype, bound.view.through(_constant_view(tensor.view)))
 
 
-def _only(view: View) -> Callable[[Hashable], View]:
+def _constant_view(view: View) -> Callable[[Hashable], View]:
     """A function to compose another view with `view`, as the view of its only source."""
     return lambda source: view
 

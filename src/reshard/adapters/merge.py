@@ -16,7 +16,8 @@ from reshard.adapters.task_head import head_of, head_without_task
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, concat
-from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.merged_problems import one_for_all
 from reshard.formats import quantization
 from reshard.transfer.elements import castable
 
@@ -33,7 +34,7 @@ class MergeTarget(NamedTuple):
     rounded: bool
 
 
-def merged(
+def merge_adapter(
     adapter: Adapter, base: Mapping[str, Tensor], types: Types, *, tied: bool = False, turned: bool = False
 ) -> dict[str, Tensor]:
     """`base`, under Hub names, with the adapter merged. `types` returns the dtype of each weight of the result.
@@ -58,7 +59,7 @@ def merged(
         weight = weights[target.weight]
         weights[target.weight] = _merged(weight, target, adapter)
         if adapter.pairs[module].bias:
-            problems += _shift(module, target, weights)
+            problems += _merge_bias(module, target, weights)
     if problems:
         raise ReshardError(one_for_all(problems, adapter.pairs, "the adapter"))
     return weights
@@ -73,15 +74,15 @@ def _refuse(adapter: Adapter, base: Mapping[str, Tensor]) -> None:
         raise ReshardError(problems)
 
 
-def quantized_base(found: quantization.Quantization, path: Path | None = None) -> ReshardError:
+def quantized_base(quantized: quantization.Quantization, path: Path | None = None) -> ReshardError:
     """The error for a base whose weights cannot be computed from what is stored."""
     return ReshardError(
         "base-config-quantized",
         "the base is quantized",
-        tensor=next(iter(found.weights), None),
+        tensor=next(iter(quantized.weights), None),
         file=str(path) if path else None,
         rule="a merged weight is the sum of two numbers, and a quantized one is an index into a scale",
-        found=str(found),
+        found=str(quantized),
         remedy="pass the base that it was quantized from, in bfloat16 or float32: --base DIR",
     )
 
@@ -95,12 +96,12 @@ def _trained(adapter: Adapter, weights: Mapping[str, Tensor]) -> Iterator[Proble
             continue
         if there is None and weights and name not in TOKEN_WEIGHTS:
             unmerged = head_without_task(name, tensor, adapter)
-            yield unmerged or _foreign(name, "a weight of that name", "none", tensor.file)
+            yield unmerged or _misfit(name, "a weight of that name", "none", tensor.file)
         elif (
             there is not None
             and there.shape[name in TOKEN_WEIGHTS :] != tensor.shape[name in TOKEN_WEIGHTS :]
         ):
-            yield _foreign(name, str(list(there.shape)), str(list(tensor.shape)), tensor.file)
+            yield _misfit(name, str(list(there.shape)), str(list(tensor.shape)), tensor.file)
 
 
 def _replace(by: Mapping[str, Tensor], weights: dict[str, Tensor], types: Types) -> None:
@@ -125,13 +126,13 @@ def _targets(
     """The weights that one pair changes: one, or those of each expert."""
     settings = adapter.settings
     if stacks.holds(module):
-        found = stacks.parts(module, pair)
-        if isinstance(found, Problem):
-            yield found
+        stacked = stacks.parts(module, pair)
+        if isinstance(stacked, Problem):
+            yield stacked
             return
-        if not found:
-            yield _foreign(module, "stacked experts of these sizes", _shapes(pair), pair.a.file)
-        for parameter, weight, pairs in found:
+        if not stacked:
+            yield _misfit(module, "stacked experts of these sizes", _shapes(pair), pair.a.file)
+        for parameter, weight, pairs in stacked:
             if castable(weights[weight].dtype):
                 yield MergeTarget(weight, pairs, settings.scale(parameter, pairs[0].rank), rounded=True)
             else:
@@ -139,11 +140,11 @@ def _targets(
         return
     weight = next((name for name in _spellings(f"{module}.weight") if name in weights), "")
     if not weight:
-        yield _foreign(module, f"a weight {module}.weight", "none", pair.a.file)
+        yield _misfit(module, f"a weight {module}.weight", "none", pair.a.file)
         return
     shape, wanted = weights[weight].shape, (pair.b.shape[0], pair.a.shape[1])
     if shape not in (wanted, wanted[::-1]) or (pair.embedding and shape != wanted[::-1]):
-        yield _foreign(module, str(list(shape)), _shapes(pair), pair.a.file)
+        yield _misfit(module, str(list(shape)), _shapes(pair), pair.a.file)
     elif not castable(weights[weight].dtype):
         yield _not_a_float(weight, weights[weight])
     else:
@@ -182,13 +183,13 @@ def _turned(tensor: Tensor) -> Tensor:
     return Tensor(tensor.dtype, tensor.view.permute(1, 0))
 
 
-def _shift(module: str, target: MergeTarget, weights: dict[str, Tensor]) -> list[Problem]:
+def _merge_bias(module: str, target: MergeTarget, weights: dict[str, Tensor]) -> list[Problem]:
     """Merge the bias of lora_B into that of the module."""
     name = f"{target.weight.removesuffix('weight')}bias"
     bias = target.pairs[0].bias
     assert bias is not None
     if name not in weights:
-        return [_foreign(f"{module}.lora_B.bias", f"a bias {name}", "none", bias.file)]
+        return [_misfit(f"{module}.lora_B.bias", f"a bias {name}", "none", bias.file)]
     base = weights[name]
     shifted = ShiftedBias(base, bias, target.scale, base.dtype)
     weights[name] = Tensor(base.dtype, View.of(shifted, *base.shape))
@@ -199,7 +200,7 @@ def _shapes(pair: LowRankPair) -> str:
     return f"lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}"
 
 
-def _foreign(tensor: str, expected: str, found: str, file: str) -> Problem:
+def _misfit(tensor: str, expected: str, found: str, file: str) -> Problem:
     return Problem(
         "adapter-misfits-base",
         "the adapter does not match the base",

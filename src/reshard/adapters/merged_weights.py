@@ -1,36 +1,23 @@
-"""Merged weights as sources of elements, computed row by row when they are read.
-
-The arithmetic is that of `merge_and_unload` of PEFT 0.21 on a CPU, bit-exact where possible: PEFT loads an adapter in
-float32, whatever the dtype of the model, so the product is float32, and the sum is rounded once to the model's dtype.
-For embeddings and for parameters (experts) PEFT rounds the product to that dtype first.
-"""
+"""Merged weights as sources of elements, computed block by block when they are read, as PEFT does (`peft_sums.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from threading import Condition, Lock
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
+from reshard.adapters.blas import multiplied
+from reshard.adapters.peft_sums import MIN_ROWS, product, row_norms, with_squares
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Computed, InputReader, Tensor
-from reshard.base.errors import can_reserve
 from reshard.transfer.elements import CAST_BYTES_EACH, RAW_DTYPES, as_float
 
 FLOAT32 = dtype("float32")
 BLOCK_ELEMENTS = 1 << 17
 """Elements computed at a time: a merge needs some float32 arrays of this size, which fit in the cache."""
-
-MIN_ROWS = 32
-"""Minimum number of rows of a product. With very few, BLAS sums in another order."""
-
-MAX_RANK_AT_ONCE = 192
-"""Up to this rank MKL, which torch multiplies with, sums a dot product at once; above it, in parts."""
-
-NORM_LANES = 8
-"""Number of parallel sums in the norm of torch 2.13, on x86."""
 
 READ_ELEMENTS = 1 << 20
 """Elements converted to float32 at a time."""
@@ -44,61 +31,7 @@ BLOCK_BYTES_EACH = 44
 BLAS_COPY_BYTES = 8 << 20
 """Maximum bytes into which BLAS copies parts of its operands."""
 
-BLAS_BUFFER_BYTES = 40 << 20
-"""Address space in bytes for the first buffer of OpenBLAS: 32 MiB, and a margin. Little of it becomes resident memory
-(`BLAS_COPY_BYTES`).
-"""
-
-CONCURRENT_FREE_BYTES = 512 << 20
-"""Free address space in bytes with which another product may run concurrently. OpenBLAS allocates its buffer after the
-check, when other threads may have allocated theirs, and ends the process if it cannot.
-"""
-
 Floats = np.ndarray[Any, Any]
-
-
-class Multiplier:
-    """Multiplies matrices, as many at a time as there is address space for: OpenBLAS ends the process without it."""
-
-    def __init__(self) -> None:
-        self._free = Condition()
-        self._buffers = self._used = 0
-
-    def __call__(self, left: Floats, right: Floats) -> Floats:
-        """`left` times `right`. Raises MemoryError if there is no room for a single buffer."""
-        with self._free:
-            while self._used == self._buffers and not self._has_more():
-                self._free.wait()
-            self._used += 1
-        try:
-            product: Floats = left @ right
-        finally:
-            with self._free:
-                self._used -= 1
-                self._free.notify()
-        return product
-
-    def prepare(self) -> None:
-        """Allocate the first buffer, before threads compete for memory. Raises MemoryError if there is no room."""
-        with self._free:
-            if not self._buffers:
-                self._has_more()
-
-    def _has_more(self) -> bool:
-        """Whether there is room for another buffer, which is then added. The first one is allocated here."""
-        if self._buffers:
-            if not can_reserve(CONCURRENT_FREE_BYTES):
-                return False
-        elif can_reserve(BLAS_BUFFER_BYTES):
-            square = np.ones((256, 256), np.float32)
-            square @ square  # large enough to need a buffer
-        else:
-            raise MemoryError(f"{BLAS_BUFFER_BYTES:,} bytes of address space to multiply matrices in")
-        self._buffers += 1
-        return True
-
-
-multiplied = Multiplier()
 
 
 @dataclass(frozen=True)
@@ -165,8 +98,7 @@ class MergedWeight(Computed):
     def _blocks(self, first: int, last: int) -> list[tuple[int, int]]:
         """Ranges of rows that cover rows `first` to `last`, each of at least `MIN_ROWS` if there are that many.
 
-        Their boundaries do not depend on the requested range: BLAS may sum the edges of a product in another order than
-        the rest, so an element must come from the same product each time.
+        Their boundaries do not depend on the requested range, so an element comes from the same product each time.
         """
         rows, step = self._base.shape[0], self._step
         starts = range(first - first % step, last, step)
@@ -201,12 +133,7 @@ class MergedWeight(Computed):
         rows, rank = self._delta.left.shape
         low = max(0, min(first, rows - MIN_ROWS))
         left = _floats(read, self._delta.left, low * rank, last * rank).reshape(-1, rank)
-        right = right.reshape(rank, -1)
-        size = _part(rank)
-        product = multiplied(left[:, :size], right[:size])
-        for k in range(size, rank, size):
-            product += multiplied(left[:, k : k + size], right[k : k + size])
-        return product[first - low :]
+        return product(left, right.reshape(rank, -1))[first - low :]
 
     def _factors(self, first: int, last: int, total: Floats, right: Floats, read: InputReader) -> Floats:
         """DoRA's factors: the trained magnitude of each row (or column), divided by the norm of the sum."""
@@ -214,7 +141,7 @@ class MergedWeight(Computed):
         magnitude = _floats(read, self._delta.magnitude)
         if self._delta.by_column:
             return magnitude / self._norms_of_columns(right, read)
-        factors: Floats = magnitude[first:last, None] / _norms_of_rows(total)[:, None]
+        factors: Floats = magnitude[first:last, None] / row_norms(total)[:, None]
         return factors
 
     def _norms_of_columns(self, right: Floats, read: InputReader) -> Floats:
@@ -222,16 +149,14 @@ class MergedWeight(Computed):
         with self._lock:
             if self._column_norms is None:
                 rows, columns = self._base.shape
-                squares = np.zeros((1, columns), np.float32)
+                squares = np.zeros(columns, np.float32)
                 for block in self._blocks(0, rows):
-                    product = self._product(*block, right, read)
+                    changes = self._product(*block, right, read)
                     for first, last in self._within(*block):
-                        part = product[first - block[0] : last - block[0]]
+                        part = changes[first - block[0] : last - block[0]]
                         weight, change = self._parts(first, last, part, read)
-                        squares = np.add.reduce(np.concatenate([squares, np.square(weight + change)]), 0)[
-                            None
-                        ]
-                self._column_norms = np.sqrt(squares[0])
+                        squares = with_squares(squares, weight + change)
+                self._column_norms = np.sqrt(squares)
             return self._column_norms
 
 
@@ -251,26 +176,6 @@ class ShiftedBias(Computed):
         weight = as_float(_as(read, read(base, begin, end), base.dtype, self.dtype), self.dtype)
         total = (weight + _floats(read, bias, begin, end) * self._scale).astype(np.float32)
         return read.cast(total.view(np.uint32), FLOAT32, self.dtype)
-
-
-def _part(rank: int) -> int:
-    """The number of products per partial sum of a dot product.
-
-    Measured with torch 2.13 on x86: two halves up to twice `MAX_RANK_AT_ONCE`, parts of `MAX_RANK_AT_ONCE` from there.
-    """
-    if rank <= MAX_RANK_AT_ONCE:
-        return rank
-    return min(MAX_RANK_AT_ONCE, rank // 2)
-
-
-def _norms_of_rows(values: Floats) -> Floats:
-    """Euclidean norms in float32, summed like torch's kernel: in eight lanes, then over the lanes, then the rest."""
-    rows, columns = values.shape
-    squares = np.square(values)
-    whole = columns - columns % NORM_LANES
-    lanes = np.add.reduce(squares[:, :whole].reshape(rows, -1, NORM_LANES), 1)
-    sums = np.add.accumulate(np.concatenate([lanes, squares[:, whole:]], 1), 1)
-    return np.sqrt(sums[:, -1])
 
 
 def _floats(read: InputReader, tensor: Tensor, begin: int = 0, end: int | None = None) -> Floats:

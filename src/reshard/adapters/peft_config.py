@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from reshard.adapters.adapter import Adapter
-from reshard.adapters.adapter_settings import missing_alpha
+from reshard.adapters.adapter_settings import unknown_alpha
 from reshard.base.errors import ReshardError
 
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.+)")
@@ -20,7 +20,7 @@ def adapter_config(adapter: Adapter, base: str | None = None) -> dict[str, Any]:
     """
     settings = adapter.settings
     if settings.alpha("") is None:
-        raise ReshardError(missing_alpha())
+        raise ReshardError(unknown_alpha())
     named = {"base_model_name_or_path": base or settings.base}
     if settings.written:
         return {**settings.config, **named}
@@ -59,7 +59,7 @@ def target_modules(adapter: Adapter) -> list[str]:
         else:
             outside.add(module)
     alike = list(layers.values())
-    if any(found != alike[0] for found in alike) or any(".experts." in module for module in adapter.pairs):
+    if any(same != alike[0] for same in alike) or any(".experts." in module for module in adapter.pairs):
         return sorted(adapter.pairs)
     return sorted({name.rpartition(".")[2] for name in (alike[0] if alike else set()) | outside})
 

@@ -81,26 +81,26 @@ class ServingEngine:
 
 
 def _of_vllm(
-    engine: ServingEngine, adapter: Adapter, found: AdapterChanges, model_type: str
+    engine: ServingEngine, adapter: Adapter, changes: AdapterChanges, model_type: str
 ) -> Iterator[Problem]:
     yield from _extras(engine, adapter)
-    for module, change in found.each():
+    for module, change in changes.matrix_changes():
         if change.pair.rank > _VLLM_RANK:
             yield engine.refused(module, f"rank {change.pair.rank}", f"the rank is at most {_VLLM_RANK}")
-    for experts in found.experts:
+    for experts in changes.experts:
         if GATE_UP in experts.shapes and not engine.stacks(model_type):
             rule = "the model's class in vLLM must load LoRA of experts that the Hub stacks"
             yield engine.refused(experts.module, f"model type {model_type}", rule)
 
 
 def _of_sglang(
-    engine: ServingEngine, adapter: Adapter, found: AdapterChanges, model_type: str
+    engine: ServingEngine, adapter: Adapter, changes: AdapterChanges, model_type: str
 ) -> Iterator[Problem]:
     yield from _extras(engine, adapter)
-    for module in found.linears:
+    for module in changes.linears:
         if module.rpartition(".")[2] not in _SGLANG_LINEARS:
             yield engine.refused(module, "a pair", f"it adapts {', '.join(sorted(_SGLANG_LINEARS))}")
-    for experts in found.experts:
+    for experts in changes.experts:
         if model_type == "gpt_oss":  # gate and up alternate, and SGLang has no such layout
             yield engine.refused(
                 experts.module, "stacked experts of gpt-oss", "it adapts each expert by itself"
@@ -117,13 +117,13 @@ def _extras(engine: ServingEngine, adapter: Adapter) -> Iterator[Problem]:
     for name in adapter.whole:
         yield engine.refused(name, "a weight that was trained without LoRA", "it applies pairs only")
     for module, pair in adapter.pairs.items():
-        for what in _beside(pair):
+        for what in _other_parts(pair):
             yield engine.refused(module, what, "it applies lora_A and lora_B only")
         if _TOWER.search(f"{module}."):
             yield engine.refused(module, "a part outside the language model", "it adapts the language model")
 
 
-def _beside(pair: LowRankPair) -> Iterator[str]:
+def _other_parts(pair: LowRankPair) -> Iterator[str]:
     if pair.magnitude is not None:
         yield "DoRA's magnitudes (use_dora)"
     if pair.bias is not None:
@@ -131,14 +131,14 @@ def _beside(pair: LowRankPair) -> Iterator[str]:
 
 
 def _of_peft(
-    engine: ServingEngine, adapter: Adapter, found: AdapterChanges, model_type: str
+    engine: ServingEngine, adapter: Adapter, changes: AdapterChanges, model_type: str
 ) -> Iterator[Problem]:
     """PEFT applies everything that it saves, except to experts."""
-    if not found.experts:
+    if not changes.experts:
         return
     for module, pair in adapter.pairs.items():
         if ".experts" in module:
-            for what in _beside(pair):
+            for what in _other_parts(pair):
                 yield engine.refused(module, what, "pairs of stacked experts have lora_A and lora_B only")
 
 
@@ -170,7 +170,7 @@ def completed(
         for other in (f"{parent}.{each}" for each in others):
             weight = weights.get(f"{other}.weight")
             if weight is not None and other not in result:
-                result[other] = change.none(weight.shape[0], weight.shape[1])
+                result[other] = change.zero_change(weight.shape[0], weight.shape[1])
     return result
 
 
@@ -198,13 +198,13 @@ def patterns(values: Mapping[str, Any], usual: Any) -> dict[str, Any]:
     groups: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         groups.setdefault(_alike(name), {})[name] = value
-    found: dict[str, Any] = {}
+    shortest: dict[str, Any] = {}
     for pattern, members in groups.items():
         if len({*members.values()}) == 1:
-            found[pattern] = next(iter(members.values()))
+            shortest[pattern] = next(iter(members.values()))
         else:
-            found |= {f"^{re.escape(name)}": value for name, value in members.items()}
-    return {pattern: value for pattern, value in found.items() if value != usual}
+            shortest |= {f"^{re.escape(name)}": value for name, value in members.items()}
+    return {pattern: value for pattern, value in shortest.items() if value != usual}
 
 
 def _alike(name: str) -> str:

@@ -109,7 +109,7 @@ class ExpertStacks:
         if not stack.split:
             return [StackedChange(stack.parameter, stack.parameter, tuple(pairs))]
         return [
-            StackedChange(stack.parameter, name, (LowRankPair(part.a, like(part.b, part.b.view[rows])),))
+            StackedChange(stack.parameter, name, (LowRankPair(part.a, with_view(part.b, part.b.view[rows])),))
             for part, weights in zip(pairs, stack.split, strict=True)
             for name, rows in weights
         ]
@@ -155,14 +155,16 @@ def _split(pair: LowRankPair, count: int, layout: ExpertLayout) -> Iterator[LowR
         else pair.b.view.split(1, rank, count)
     )
     for index in range(count):
-        part = LowRankPair(like(pair.a, a[index]), like(pair.b, b[:, :, index]))
+        part = LowRankPair(with_view(pair.a, a[index]), with_view(pair.b, b[:, :, index]))
         yield turned_pair(part) if layout.turned else part
 
 
 def turned_pair(pair: LowRankPair) -> LowRankPair:
     """The pair whose product is the transposed one."""
-    return LowRankPair(like(pair.b, pair.b.view.permute(1, 0)), like(pair.a, pair.a.view.permute(1, 0)))
+    return LowRankPair(
+        with_view(pair.b, pair.b.view.permute(1, 0)), with_view(pair.a, pair.a.view.permute(1, 0))
+    )
 
 
-def like(tensor: Tensor, view: View) -> Tensor:
+def with_view(tensor: Tensor, view: View) -> Tensor:
     return Tensor(tensor.dtype, view)

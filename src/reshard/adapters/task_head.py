@@ -19,7 +19,6 @@ CLASS_OF_TASK = {"SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenC
 """The ends of the classes in transformers, by `task_type` of PEFT."""
 
 _HEADS = ("score.", "classifier.")
-_LANGUAGE_MODEL = "ForCausalLM"
 
 
 def head_of(adapter: Adapter) -> dict[str, Tensor]:

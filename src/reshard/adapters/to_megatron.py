@@ -25,7 +25,8 @@ from reshard.adapters.from_megatron import rows_like
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View, concat
-from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.merged_problems import one_for_all
 from reshard.families.binding import Binding, BoundTensor
 from reshard.transfer.plan import ZERO
 
@@ -84,14 +85,14 @@ def linears(adapter: Adapter, binding: Binding, same: Same) -> dict[str, LinearC
     """
     problems = [*merge_problems(adapter.settings), *_pair_problems(adapter, binding), *_uneven(adapter)]
     problems += [_no_place(name, "a weight that was trained without LoRA") for name in adapter.whole]
-    found = _found(adapter, binding, same)
-    problems += _gaps(found, binding)
+    changes = _linear_changes(adapter, binding, same)
+    problems += _gaps(changes, binding)
     if problems:
         raise ReshardError(one_for_all(problems, [*adapter.pairs, *binding.native], "the adapter"))
-    return found
+    return changes
 
 
-def _found(adapter: Adapter, binding: Binding, same: Same) -> dict[str, LinearChange]:
+def _linear_changes(adapter: Adapter, binding: Binding, same: Same) -> dict[str, LinearChange]:
     pairs = {f"{module}.weight": pair for module, pair in adapter.pairs.items()}
     result = {}
     for native, bound in binding.native.items():
@@ -155,12 +156,12 @@ def _uneven(adapter: Adapter) -> Iterator[Problem]:
             )
 
 
-def _gaps(found: Mapping[str, LinearChange], binding: Binding) -> Iterator[Problem]:
+def _gaps(changes: Mapping[str, LinearChange], binding: Binding) -> Iterator[Problem]:
     """Problems of linears without a pair, if others with the same name have one."""
-    adapted = targets(found)
+    adapted = targets(changes)
     for native in binding.native:
         linear, _, kind = native.rpartition(".")
-        if kind == "weight" and linear not in found and linear.rpartition(".")[2] in adapted:
+        if kind == "weight" and linear not in changes and linear.rpartition(".")[2] in adapted:
             yield Problem(
                 "adapter-covers-some-linears",
                 "some linears of a name are adapted, and others are not",
@@ -171,6 +172,6 @@ def _gaps(found: Mapping[str, LinearChange], binding: Binding) -> Iterator[Probl
             )
 
 
-def targets(found: Mapping[str, LinearChange]) -> list[str]:
+def targets(changes: Mapping[str, LinearChange]) -> list[str]:
     """The adapted linears, as in `target_modules` of Megatron-Bridge."""
-    return sorted({linear.rpartition(".")[2] for linear in found})
+    return sorted({linear.rpartition(".")[2] for linear in changes})

@@ -72,9 +72,6 @@ class Computed(ABC):
 MIN_READ_ELEMENTS = 1 << 14
 
 
-Source = Cells | Computed
-
-
 class Tensor(NamedTuple):
     """A complete tensor of a checkpoint, as a view over `Cells`."""
 

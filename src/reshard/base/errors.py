@@ -6,19 +6,14 @@ everything that needs fixing. Commands print them and exit with status 2.
 
 from __future__ import annotations
 
-import errno
-import mmap
-import os
-import re
 import reprlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import PurePath
 from typing import Any, overload
 
-from reshard.base.foreign_text import shown, without_secrets
+from reshard.base.foreign_text import printable_line, without_secrets
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +56,20 @@ class Problem:
     def __post_init__(self) -> None:
         """Leave out secrets in URLs, wherever the texts come from and whoever prints or records them."""
         for name in ("message", "tensor", "file", "rule", "expected", "found", "remedy"):
-            if type(text := getattr(self, name)) is str:  # texts in two languages are printed through `shown`
+            if (
+                type(text := getattr(self, name)) is str
+            ):  # texts in two languages are printed through `printable_line`
                 object.__setattr__(self, name, without_secrets(text))
 
     def __str__(self) -> str:
         """The message, and one line for each field that is set."""
         fields = ("tensor", "file", "rule", "expected", "found", "remedy")
-        lines = [f"  {name}: {shown(value)}" for name in fields if (value := getattr(self, name)) is not None]
-        return "\n".join([shown(self.message), *lines])
+        lines = [
+            f"  {name}: {printable_line(value)}"
+            for name in fields
+            if (value := getattr(self, name)) is not None
+        ]
+        return "\n".join([printable_line(self.message), *lines])
 
     def as_dict(self) -> dict[str, str]:
         """The fields that are set, for `--json`, without `values`."""
@@ -116,12 +117,7 @@ class ArgumentsError(ReshardError, TypeError):
     __str__ = Exception.__str__
 
 
-def when(wrong: object, code: str, message: str, **fields: Any) -> list[Problem]:
-    """A problem with these fields if something is wrong, for lists of rules."""
-    return [Problem(code, message, **fields)] if wrong else []
-
-
-def given_twice(name: str, typed: Iterable[str], file: str | None = None) -> Problem:
+def set_twice(name: str, typed: Iterable[str], file: str | None = None) -> Problem:
     """The problem of an option or key that is set to different values; `typed` is each of them as it was written."""
     return Problem(
         "option-given-twice",
@@ -133,7 +129,7 @@ def given_twice(name: str, typed: Iterable[str], file: str | None = None) -> Pro
 
 
 @contextmanager
-def along_with(problems: Sequence[Problem]) -> Iterator[None]:
+def raising_also(problems: Sequence[Problem]) -> Iterator[None]:
     """Raise ReshardError with the problems of the block and these `problems`, so that one run shows all of them."""
     try:
         yield
@@ -141,44 +137,6 @@ def along_with(problems: Sequence[Problem]) -> Iterator[None]:
         raise ReshardError(dict.fromkeys([*error.problems, *problems])) from cause_of(error)
     if problems:
         raise ReshardError(problems)
-
-
-THREAD_STACK_BYTES = 9 << 20
-"""Address space of a thread by default, in bytes."""
-
-
-def can_reserve(nbytes: int) -> bool:
-    """Whether the process can get this much more address space, which `ulimit -v` limits."""
-    try:
-        mmap.mmap(-1, nbytes).close()
-    except (MemoryError, OSError):
-        return False
-    return True
-
-
-def is_no_memory(error: BaseException) -> bool:
-    """Whether an error means that the system has no memory left, for Python, a system call, a library or a thread."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    if isinstance(error, ImportError):  # an error of the dynamic loader, which numpy quotes
-        return any(words in str(error) for words in ("failed to map segment", "cannot allocate memory"))
-    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        return not can_reserve(THREAD_STACK_BYTES)
-    return isinstance(error, MemoryError)
-
-
-def no_memory(error: BaseException) -> Problem:
-    """The problem to report when the system has no memory left."""
-    path = getattr(error, "filename", None)
-    found = str(getattr(error, "strerror", None) or error)
-    return Problem(
-        "out-of-memory",
-        "the system has no memory left",
-        file=os.fsdecode(path) if isinstance(path, (str, bytes)) else None,
-        found=found.strip().rpartition("\n")[2] or None,
-        remedy="end other programs, pass a smaller --memory, or raise the limits of the process (`ulimit -v`, "
-        "the container's memory)",
-    )
 
 
 class RunFailedError(ReshardError):
@@ -196,7 +154,7 @@ UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtim
 
 
 @contextmanager
-def understood(file: PurePath) -> Iterator[None]:
+def reading_values(file: PurePath) -> Iterator[None]:
     """Raise ReshardError for a value of `file`, or of a file in it, that its format does not allow.
 
     Readers report the mistakes that they expect in better words; this catches all others.
@@ -217,68 +175,3 @@ def understood(file: PurePath) -> Iterator[None]:
 def listed(names: Sequence[str], most: int = 20) -> str:
     """The first names as text, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
-
-
-def size(nbytes: float) -> str:
-    """A file size as text: 1.3 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} TB"
-
-
-def count(number: float) -> str:
-    """A number of parameters as text: 30.5B."""
-    for unit in ("", "k", "M"):
-        if number < 1000:
-            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
-        number /= 1000
-    return f"{number:.1f}B"
-
-
-GIB = 1 << 30
-"""Unit of memory sizes, in bytes."""
-
-
-def memory_size(nbytes: float) -> str:
-    """An amount of memory as text, in the units of drivers and kernels: 79.6 GiB."""
-    mib = 1024 * nbytes / GIB
-    return f"{nbytes / GIB:.1f} GiB" if mib >= 100 else f"{mib:.1f} MiB"
-
-
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
-
-
-def one_for_all(problems: Iterable[Problem], names: Iterable[str], file: str) -> list[Problem]:
-    """`problems`, with those that are the same for every layer and expert merged into one.
-
-    A wrong size in a config causes a problem in every tensor that depends on it. `names` are all tensors, and `file` is
-    where to look for them.
-    """
-    problems = list(problems)
-    if not problems:
-        return []
-    instances = Counter(_INDEX.sub("*", name) for name in names)
-    groups: dict[Problem, list[Problem]] = {}
-    for problem in problems:
-        pattern = _INDEX.sub("*", problem.tensor or "")
-        groups.setdefault(replace(problem, tensor=pattern, file=file), []).append(problem)
-    merged = []
-    for alike, members in groups.items():
-        if 1 < len(members) == instances[str(alike.tensor)]:
-            merged.append(replace(alike, tensor=f"{alike.tensor} (all {len(members)})"))
-        else:
-            merged += members
-    return merged
-
-
-def one_for_each_file(problems: Iterable[Problem]) -> list[Problem]:
-    """`problems`, with those of one file and one code merged into one."""
-    groups: dict[tuple[str, str | None], list[Problem]] = {}
-    for problem in problems:
-        groups.setdefault((problem.code, problem.file), []).append(problem)
-    return [
-        replace(alike[0], tensor=listed([str(each.tensor) for each in alike], 1)) if alike[1:] else alike[0]
-        for alike in groups.values()
-    ]

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from reshard.base import missing_packages
-from reshard.base.errors import Problem, ReshardError, is_no_memory, no_memory
+from reshard.base.address_space import is_no_memory
+from reshard.base.errors import Problem, ReshardError
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095
 """Bytes of a file name and of a path that the common file systems and Linux allow."""
@@ -76,6 +77,20 @@ def problems_of(error: Exception) -> list[Problem]:
             remedy="this is a bug in reshard: please report the output of the same command with --debug",
         )
     ]
+
+
+def no_memory(error: BaseException) -> Problem:
+    """The problem to report when the system has no memory left."""
+    path = getattr(error, "filename", None)
+    found = str(getattr(error, "strerror", None) or error)
+    return Problem(
+        "out-of-memory",
+        "the system has no memory left",
+        file=os.fsdecode(path) if isinstance(path, (str, bytes)) else None,
+        found=found.strip().rpartition("\n")[2] or None,
+        remedy="end other programs, pass a smaller --memory, or raise the limits of the process (`ulimit -v`, "
+        "the container's memory)",
+    )
 
 
 def _refused(error: OSError) -> Problem:

@@ -73,7 +73,7 @@ def _without_query(match: re.Match[str]) -> str:
     return match[0] if is_name and "=" not in match[0] else match[1]
 
 
-def shown(text: str) -> str:
+def printable_line(text: str) -> str:
     """A text as one line without control characters, and without secrets in URLs."""
     text = without_secrets(text)
     return text if text.isprintable() else _HIDDEN.sub(_escaped, text)
@@ -84,9 +84,9 @@ def typeable(path: str) -> str:
     return f"./{path}" if path.startswith("-") else path
 
 
-def shown_lines(text: str) -> str:
+def printable_lines(text: str) -> str:
     """The same for a text of several lines, which remain separate."""
-    return "\n".join(shown(line.expandtabs(4)) for line in text.split("\n"))
+    return "\n".join(printable_line(line.expandtabs(4)) for line in text.split("\n"))
 
 
 def clipped(text: str, length: int) -> str:
@@ -94,7 +94,7 @@ def clipped(text: str, length: int) -> str:
     return text if len(text) <= length else text[:length].rstrip() + " …"
 
 
-def shown_json(text: str) -> str:
+def printable_json(text: str) -> str:
     """The same JSON, without characters that JSON allows but a terminal does not show."""
     return re.sub(_HIDDEN, lambda match: match[0] if match[0] == "\n" else _in_json(match), text)
 
@@ -114,21 +114,21 @@ def escape(text: str) -> str:
     """A text as one line in the markup of rich."""
     from rich.markup import escape as of_markup
 
-    return of_markup(shown(text))
+    return of_markup(printable_line(text))
 
 
 def escape_lines(text: str) -> str:
     """A text of several lines in the markup of rich."""
     from rich.markup import escape as of_markup
 
-    return of_markup(shown_lines(text))
+    return of_markup(printable_lines(text))
 
 
 def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     """Rows of foreign text as a notebook table; the first cell of each names the row."""
 
     def cell(text: str) -> str:
-        return "<br>".join(html.escape(shown(line)) for line in text.split("\n"))
+        return "<br>".join(html.escape(printable_line(line)) for line in text.split("\n"))
 
     heads = "".join(f"<th>{cell(text)}</th>" for text in head)
     body = [

@@ -77,30 +77,30 @@ def _extras(reshard: Distribution) -> dict[str, dict[str, str]]:
     """The requirements of each extra, with "" for reshard itself, by normalised name."""
     from packaging.requirements import Requirement
 
-    found: dict[str, dict[str, str]] = defaultdict(dict)
+    extras: dict[str, dict[str, str]] = defaultdict(dict)
     for line in reshard.requires or ():
         requirement = Requirement(line)
         extra = re.search(r"extra == ['\"]([\w.-]+)", str(requirement.marker))
         requirement.marker = None
-        found[extra[1] if extra else ""][_normal(requirement.name)] = str(requirement)
-    return found
+        extras[extra[1] if extra else ""][_normal(requirement.name)] = str(requirement)
+    return extras
 
 
 def _origin(reshard: Distribution, extra: str) -> list[str]:
     """reshard with an extra, as arguments of pip for where it was installed from; empty if that is unknown or gone."""
-    told = json.loads(reshard.read_text("direct_url.json") or "{}")
-    if not told:
+    origin = json.loads(reshard.read_text("direct_url.json") or "{}")
+    if not origin:
         return []
     name = f"reshard[{extra}]" if extra else "reshard"
-    url = told["url"]
-    part = f"#subdirectory={told['subdirectory']}" if "subdirectory" in told else ""
-    if vcs := told.get("vcs_info"):
+    url = origin["url"]
+    part = f"#subdirectory={origin['subdirectory']}" if "subdirectory" in origin else ""
+    if vcs := origin.get("vcs_info"):
         url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
     elif url.startswith("file:"):
         local = Path(unquote(urlparse(url).path))
         if not local.exists():
             return []
-        if told.get("dir_info", {}).get("editable"):
+        if origin.get("dir_info", {}).get("editable"):
             return ["-e", f"{local}[{extra}]" if extra else str(local)]
     return [f"{name} @ {url}{part}"]
 
@@ -115,8 +115,8 @@ def _installer() -> str:
     python = Path(sys.executable)
     if not _installed("pip"):  # searching for the module would make setuptools give up its distutils
         return f"uv pip install --python {python}"
-    found = shutil.which("pip")
-    return "pip install" if found and Path(found).parent == python.parent else f"{python} -m pip install"
+    pip = shutil.which("pip")
+    return "pip install" if pip and Path(pip).parent == python.parent else f"{python} -m pip install"
 
 
 def _normal(name: str) -> str:

@@ -85,9 +85,9 @@ def _count(node: yaml.Node, counted: dict[yaml.Node, int | None]) -> int:
         elif isinstance(node, yaml.SequenceNode):
             children = node.value
         counted[node] = 1 + sum(_count(child, counted) for child in children)
-    found = counted[node]
-    if found is None:
+    known = counted[node]
+    if known is None:
         raise yaml.YAMLError(f"the value on line {node.start_mark.line + 1} contains itself")
-    if found > MAX_YAML_VALUES:
+    if known > MAX_YAML_VALUES:
         raise yaml.YAMLError(f"its aliases expand to more than {MAX_YAML_VALUES:,} values")
-    return found
+    return known

@@ -65,14 +65,14 @@ class Registry(UserDict[str, T]):
         """All declarations."""
         own = {_name(each): each for each in self._own()}
         taken = {name: "reshard" for each in own.values() for name in self._names(each)}
-        found: dict[str, T] = {}
+        objects: dict[str, T] = {}
         for entry in sorted(_entry_points(self._group), key=lambda entry: (_package(entry), entry.name)):
             brought = self._loaded(entry)
             if brought is None or not self._is_free(brought, entry, taken):
                 continue
-            found[_name(brought)] = brought
+            objects[_name(brought)] = brought
             taken |= dict.fromkeys(self._names(brought), _package(entry))
-        return {**found, **own}
+        return {**objects, **own}
 
     def _loaded(self, entry: EntryPoint) -> T | None:
         what = f"a {self._kind.__name__.lower()} of another package cannot be used: {_package(entry)}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reshard.base.data_files import read_data
 from reshard.base.errors import Problem
-from reshard.base.foreign_text import shown
+from reshard.base.foreign_text import printable_line
 from reshard.base.languages import Text
 
 
@@ -18,8 +18,10 @@ def translated(problem: Problem, field: str) -> Text:
     english = str(getattr(problem, field))
     chinese = translations().get(problem.code, {}).get(field)
     if chinese is None:
-        return Text(shown(english), shown(_quoted(english)))
-    return Text(shown(english), shown(chinese.format(**{**asdict(problem), **problem.values})))
+        return Text(printable_line(english), printable_line(_quoted(english)))
+    return Text(
+        printable_line(english), printable_line(chinese.format(**{**asdict(problem), **problem.values}))
+    )
 
 
 def _quoted(text: str) -> str:

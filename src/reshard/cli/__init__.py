@@ -19,7 +19,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from reshard.base.errors import Problem, ReshardError, can_reserve, is_no_memory, no_memory
+from reshard.base.address_space import can_reserve, is_no_memory
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.exceptions_to_problems import no_memory
 from reshard.base.interrupts import INTERRUPTED_STATUS, raise_again
 from reshard.base.start_environment import set_for_this_process
 from reshard.cli.usage import Group, WrongUsageError, problems_of_usage

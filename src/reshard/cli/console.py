@@ -18,18 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.base.errors import Problem, ReshardError, RunFailedError, size
+from reshard.base.errors import Problem, ReshardError, RunFailedError
 from reshard.base.exceptions_to_problems import failed_to_print, problems_of
 from reshard.base.foreign_text import (
     escape,
     escape_lines,
-    shown,
-    shown_json,
-    shown_lines,
+    printable_json,
+    printable_line,
+    printable_lines,
     strict,
     without_secrets,
 )
 from reshard.base.interrupts import raising
+from reshard.base.quantities import size
 from reshard.stores import StorePath
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def print_json(content: Any) -> None:
     """Print the output of `--json`."""
     plain = codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
     text = json.dumps(strict(content), indent=2, ensure_ascii=plain, default=str, allow_nan=False)
-    click.echo(shown_json(text))
+    click.echo(printable_json(text))
 
 
 def print_problems(problems: Sequence[Problem], console: Console | None = None) -> None:
@@ -103,7 +104,7 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             sys.exit(128 + stopped.signal)
         except Exception as error:
             if debug:
-                click.echo(shown_lines(traceback.format_exc()), err=True, nl=False)
+                click.echo(printable_lines(traceback.format_exc()), err=True, nl=False)
             if isinstance(error, OSError) and failed_to_print(error):
                 raise  # `main` reports it, and prints nothing more
             problems, status = problems_of(error), 1 if isinstance(error, RunFailedError) else 2
@@ -182,7 +183,7 @@ def typed() -> str:
     """The command line of this run, quoted for a shell, without options that only change the printing."""
     root = click.get_current_context().find_root()
     words = (without_secrets(word) for word in root.obj or () if word not in _PRINTING)
-    return shown(f"{root.info_name} {shlex.join(words)}")
+    return printable_line(f"{root.info_name} {shlex.join(words)}")
 
 
 def common_options(function: Callable[..., Any]) -> Callable[..., Any]:

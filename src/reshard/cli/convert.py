@@ -11,8 +11,9 @@ from pathlib import Path
 import click
 
 from reshard.api import conversion
-from reshard.base.errors import count, listed, size
+from reshard.base.errors import listed
 from reshard.base.foreign_text import escape
+from reshard.base.quantities import count, size
 from reshard.cli.console import (
     Watch,
     clean_end,

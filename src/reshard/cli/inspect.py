@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import click
 
 from reshard.api import inspection
-from reshard.base.errors import ReshardError, size
+from reshard.base.errors import ReshardError
 from reshard.base.foreign_text import escape
 from reshard.base.options import AGE, About
+from reshard.base.quantities import size
 from reshard.base.values import SECONDS_OF_UNITS
 from reshard.cli.console import (
     Watch,

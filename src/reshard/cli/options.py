@@ -12,7 +12,7 @@ from reshard.base import values
 from reshard.base.errors import ReshardError
 from reshard.base.exceptions_to_problems import problems_of
 from reshard.base.values import Kind
-from reshard.stores import at_home, source_path, typed_path
+from reshard.stores import expanded_path, source_path, typed_path
 
 
 class WrongValue(click.BadParameter):
@@ -50,7 +50,7 @@ class ValueType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes n
         return [CompletionItem(word) for word in self.kind.choices if word.startswith(incomplete)]
 
 
-SOURCE, OUTPUT, LOCAL = (ValueType(values.path(each)) for each in (source_path, typed_path, at_home))
+SOURCE, OUTPUT, LOCAL = (ValueType(values.path(each)) for each in (source_path, typed_path, expanded_path))
 """Paths to read (local, in a store, or on the Hub), paths to write, and paths of this machine."""
 
 

@@ -10,8 +10,8 @@ import click
 from click.core import ParameterSource
 
 from reshard.base import values
-from reshard.base.errors import ReshardError, given_twice
-from reshard.base.foreign_text import shown
+from reshard.base.errors import ReshardError, set_twice
+from reshard.base.foreign_text import printable_line
 from reshard.base.options import COMMON, SECONDS, Option, options_of
 from reshard.base.values import Kind, words_of_seconds
 from reshard.cli.options import LOCAL, ValueType
@@ -32,7 +32,7 @@ class GroupedOption(click.Option):
         if given and not self.multiple:
             typed = dict.fromkeys(map(self._typed, given))
             if len(typed) > 1 and not ctx.resilient_parsing:
-                raise ReshardError(given_twice(self.opts[-1], typed))
+                raise ReshardError(set_twice(self.opts[-1], typed))
             opts = {**opts, str(self.name): given[-1]}
         return super().consume_value(ctx, opts)
 
@@ -40,7 +40,7 @@ class GroupedOption(click.Option):
         """The option and a value as they are typed."""
         if self.is_flag:
             return (self.secondary_opts if value is False else self.opts)[-1]
-        return shown(f"{self.opts[-1]} {value}")
+        return printable_line(f"{self.opts[-1]} {value}")
 
 
 class _Appending:

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from reshard.base.foreign_text import escape, shown
+from reshard.base.foreign_text import escape, printable_line
 
 NARROW = 60
 """Columns of a terminal below which each row becomes a few lines."""
@@ -20,7 +20,7 @@ BESIDE = 36
 
 def print_table(console: Console, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print rows of untrusted text under their titles."""
-    texts = [[shown(cell) for cell in row] for row in rows]
+    texts = [[printable_line(cell) for cell in row] for row in rows]
     if not console.is_terminal:
         _print_columns(console, titles, texts)
     elif console.width < max(NARROW, BESIDE + max((cell_len(row[0]) for row in texts), default=0)):

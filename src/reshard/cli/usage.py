@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import click
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.foreign_text import shown
+from reshard.base.foreign_text import printable_line
 from reshard.base.options import COMMON, GROUPS
 from reshard.base.suggest import did_you_mean, meant
 from reshard.cli.helptext import Context
@@ -163,8 +163,8 @@ def problems_of_usage(error: click.ClickException | ReshardError) -> list[Proble
             Problem("value-invalid", f"invalid value for {_hint(error)}", found=error.message.rstrip("."))
         ]
     if isinstance(error, click.BadOptionUsage) and "requires an argument" in error.message:
-        return [Problem("option-without-value", f"{shown(error.option_name)} needs a value")]
-    return [Problem("usage-wrong", shown(error.format_message()))]
+        return [Problem("option-without-value", f"{printable_line(error.option_name)} needs a value")]
+    return [Problem("usage-wrong", printable_line(error.format_message()))]
 
 
 def _hint(error: click.BadParameter) -> str:
@@ -198,7 +198,9 @@ def _all_wrong(command: click.Command, ctx: click.Context, args: list[str]) -> I
         except (click.UsageError, ReshardError) as error:
             yield from problems_of_usage(error)
     if rest and not unknown and not ctx.allow_extra_args:
-        yield Problem("argument-unexpected", f"unexpected argument: {shown(' '.join(map(str, rest)))}")
+        yield Problem(
+            "argument-unexpected", f"unexpected argument: {printable_line(' '.join(map(str, rest)))}"
+        )
 
 
 def _without(command: click.Command, args: list[str], name: str) -> list[str]:
@@ -217,7 +219,7 @@ def _no_option(command: click.Command, ctx: click.Context, name: str) -> list[Pr
     return [
         Problem(
             "option-not-known",
-            f"{ctx.command_path} has no option {shown(name)}",
+            f"{ctx.command_path} has no option {printable_line(name)}",
             remedy=did_you_mean(name, flags, f"see `{ctx.command_path} --help`", OPTIONS),
         )
     ]

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from reshard.api.verification import VerifyOptions, verified
-from reshard.base.errors import size
 from reshard.base.foreign_text import escape
+from reshard.base.quantities import size
 from reshard.cli.console import (
     Watch,
     common_options,

@@ -18,7 +18,7 @@ from reshard.base.errors import ReshardError, cause_of, said
 from reshard.cluster import executors
 from reshard.cluster.distribute import PartOrder, spread
 from reshard.cluster.plan_parts import PartOutcome, execute_part
-from reshard.folders.companions import RECORD
+from reshard.folders.companion_names import RECORD
 from reshard.formats.options import ConversionOptions
 from reshard.planning import plan_conversion
 from reshard.transfer import part_claims

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.algebra.storage import Storage
-from reshard.base.errors import listed, size
+from reshard.base.errors import listed
+from reshard.base.quantities import size
 from reshard.transfer.digests import SeenCells
 from reshard.transfer.execute import Queue
 from reshard.transfer.file_job import FileJob

@@ -46,7 +46,6 @@ SMALL_FLOAT_MODES = {
     "mxfp8": SmallFloats(8, 32, _E4M3, _powers()),
 }
 """The modes without biases, by name."""
-MODES = (AFFINE, *SMALL_FLOAT_MODES)
 
 
 class ModeSettings(NamedTuple):

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError, cause_of, size
+from reshard.base.errors import Problem, ReshardError, cause_of
+from reshard.base.quantities import size
 from reshard.cluster.part_worker import Execute, absolute, executing_on, identity_of
 from reshard.commands.destinations import Stage, destination_at, single_file
 from reshard.commands.options import RunOptions
-from reshard.folders.companions import RECORD
+from reshard.folders.companion_names import RECORD
 from reshard.formats import detect
 from reshard.formats.options import ConversionOptions
 from reshard.hub.push import Upload

@@ -27,7 +27,7 @@ from reshard.algebra.views import Piece, View
 from reshard.base.errors import Problem, ReshardError, cause_of, listed
 from reshard.base.plain_json import json_of, to_json
 from reshard.cluster.part_worker import identity_of
-from reshard.folders.companions import FILES_KEY, RECORD
+from reshard.folders.companion_names import FILES_KEY, RECORD
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind

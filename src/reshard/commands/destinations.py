@@ -10,7 +10,7 @@ from threading import Event
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.commands.options import RunOptions
-from reshard.folders.companions import RECORD
+from reshard.folders.companion_names import RECORD
 from reshard.formats import named_by
 from reshard.records.checkpoint_files import foreign_among, foreign_in, is_checkpoint, stays
 from reshard.stores import StorePath

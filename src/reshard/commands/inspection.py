@@ -10,8 +10,9 @@ from typing import Any
 
 from reshard import adapters
 from reshard.adapters import description
-from reshard.base.errors import Problem, ReshardError, count, size
-from reshard.base.foreign_text import html_table, shown, typeable
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.foreign_text import html_table, printable_line, typeable
+from reshard.base.quantities import count, size
 from reshard.families.sized_family import Model
 from reshard.folders import iterations
 from reshard.folders.allowed_paths import is_here
@@ -86,9 +87,9 @@ class Inspection:
 
     def __str__(self) -> str:
         """What `reshard inspect` prints."""
-        lines = [f"{name:<10} {shown(value)}" for name, value in self._rows_and_notes()]
+        lines = [f"{name:<10} {printable_line(value)}" for name, value in self._rows_and_notes()]
         lines += [f"{problem.severity}: {problem}" for problem in self.problems]
-        return "\n".join([*lines, *([f"{'next':<10} {shown(self.next)}"] if self.next else [])])
+        return "\n".join([*lines, *([f"{'next':<10} {printable_line(self.next)}"] if self.next else [])])
 
     def _repr_html_(self) -> str:
         """The same as a table, for a notebook."""
@@ -225,7 +226,7 @@ def _inspect_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:
     """Inspect an adapter; it is not a model, so it has no family, and needs neither config nor tokenizer."""
     problems, notes, command = list(checkpoint.problems), list(checkpoint.notes), ""
     try:
-        adapter = adapters.find(checkpoint)
+        adapter = adapters.read_adapter(checkpoint)
         notes += description.notes(adapter)
         problems += description.warnings(adapter)
         beside = adapter.has_base and (checkpoint.description.folder / "config.json").is_file()

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError, cause_of, size
+from reshard.base.errors import Problem, ReshardError, cause_of
 from reshard.base.foreign_text import html_table
+from reshard.base.quantities import size
 from reshard.families import declared
 from reshard.families.sized_family import Model
 from reshard.formats import open_checkpoint

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, said
-from reshard.containers.file_names import below
+from reshard.containers.file_names import path_below
 from reshard.containers.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
-from reshard.containers.torchfiles.untrusted import damaged, element_type, shape_of, sizes, text
+from reshard.containers.torchfiles.untrusted import damaged_pickle, element_type, shape_of, sizes, text
 from reshard.stores import as_path
 from reshard.transfer.source_files import Sources
 
@@ -60,7 +60,7 @@ class DcpTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def spans(tensors: Iterable[DcpTensor]) -> Iterator[tuple[str, int, int]]:
+def chunk_spans(tensors: Iterable[DcpTensor]) -> Iterator[tuple[str, int, int]]:
     """File, offset and length of all chunks, tensor by tensor."""
     for tensor in tensors:
         yield from ((chunk.file, chunk.offset, chunk.length) for chunk in tensor.chunks)
@@ -95,7 +95,7 @@ def read_metadata(path: Path, sources: Sources) -> DcpMetadata:
     try:
         metadata, problems = _MetadataReader(path, loaded.state).read()
     except UNUSABLE as error:
-        raise damaged(str(path), said(error)) from None
+        raise damaged_pickle(str(path), said(error)) from None
     problems += _file_problems(path.parent, metadata)
     if problems:
         raise ReshardError(problems)
@@ -228,7 +228,7 @@ class _MetadataReader:
 
     def _file(self, relative: str) -> str:
         if relative not in self._files:
-            self._files[relative] = str(below(self._path.parent, relative))
+            self._files[relative] = str(path_below(self._path.parent, relative))
         return self._files[relative]
 
 

@@ -65,7 +65,7 @@ def _offsets(recorded: Any, name: str, tensor: Tensor) -> tuple[int, ...]:
     return low
 
 
-def joined(name: str, parts: list[TensorSlice]) -> Tensor | Problem:
+def joined_parts(name: str, parts: list[TensorSlice]) -> Tensor | Problem:
     """The complete tensor; a problem if its parts leave gaps, overlap, or are not parts of one tensor."""
     first, *others = parts
     for part in others:
@@ -126,7 +126,7 @@ def _incomplete(name: str, shape: tuple[int, ...], held: int, parts: list[Tensor
     )
 
 
-def alone(path: Path) -> Iterator[Problem]:
+def part_alone(path: Path) -> Iterator[Problem]:
     """A problem if `path` is one rank's file, and others are beside it."""
     if path.is_file() and RANK_PREFIX.match(path.name) and len(list(path.parent.glob("shard-*-model-*"))) > 1:
         yield Problem(

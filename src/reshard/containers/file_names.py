@@ -10,7 +10,7 @@ MAX_NAME_BYTES = 255
 """Maximum length of a file name, in bytes."""
 
 
-def below(folder: Path, name: Any) -> Path:
+def path_below(folder: Path, name: Any) -> Path:
     """The path of `name`, as a checkpoint in `folder` calls it. Raises ValueError if it is not below that folder."""
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
     names_file = path.name and all(

@@ -67,15 +67,15 @@ def read_array(folder: Path, sources: Sources) -> ZarrArray:
 
     Raises ReshardError if `.zarray` is missing or damaged, and for arrays whose bytes are not those of the elements.
     """
-    told = _told(folder, sources)
+    metadata = _read_zarray(folder, sources)
     for key, plain in UNCOMPRESSED.items():
-        if told.get(key) not in plain:
-            raise _unsupported(folder, key, f"{key} {plain[0]}", told.get(key))
-    dtype = DTYPES.get(told["dtype"]) if isinstance(told.get("dtype"), str) else None
+        if metadata.get(key) not in plain:
+            raise _unsupported(folder, key, f"{key} {plain[0]}", metadata.get(key))
+    dtype = DTYPES.get(metadata["dtype"]) if isinstance(metadata.get("dtype"), str) else None
     if dtype is None:
-        raise _unsupported(folder, "dtype", f"one of {', '.join(DTYPES)}", told.get("dtype"))
+        raise _unsupported(folder, "dtype", f"one of {', '.join(DTYPES)}", metadata.get("dtype"))
     try:
-        shape, grid = shape_of(told["shape"]), shape_of(told["chunks"])
+        shape, grid = shape_of(metadata["shape"]), shape_of(metadata["chunks"])
         if len(shape) != len(grid) or 0 in grid:
             raise ValueError(f"chunks of {list(grid)} in a shape of {list(shape)}")
     except UNUSABLE as error:
@@ -83,17 +83,17 @@ def read_array(folder: Path, sources: Sources) -> ZarrArray:
     return ZarrArray(dtype, shape, list(_chunks(folder, dtype, shape, grid)), folder, grid)
 
 
-def _told(folder: Path, sources: Sources) -> dict[str, Any]:
+def _read_zarray(folder: Path, sources: Sources) -> dict[str, Any]:
     """The content of `.zarray`."""
     try:
-        told = json_of(sources.read(folder / ZARRAY, MAX_ZARRAY_BYTES))
+        metadata = json_of(sources.read(folder / ZARRAY, MAX_ZARRAY_BYTES))
     except OSError as error:
         raise _unreadable(folder, error.strerror or "it cannot be read") from None
     except ValueError as error:
         raise _unreadable(folder, said(error)) from None
-    if not isinstance(told, dict):
-        raise _unreadable(folder, reprlib.repr(told))
-    return told
+    if not isinstance(metadata, dict):
+        raise _unreadable(folder, reprlib.repr(metadata))
+    return metadata
 
 
 def _chunks(folder: Path, dtype: DType, shape: tuple[int, ...], grid: tuple[int, ...]) -> Iterator[DcpChunk]:
@@ -108,7 +108,7 @@ def _chunks(folder: Path, dtype: DType, shape: tuple[int, ...], grid: tuple[int,
         yield DcpChunk(low, size, str(folder / name), 0, nbytes)
 
 
-def missing_chunks(key: str, array: ZarrArray) -> Problem | None:
+def missing_chunks_problem(key: str, array: ZarrArray) -> Problem | None:
     """The problem of an array that lacks chunks; None if all are there."""
     counts = [-(-size // step) for size, step in zip(array.shape, array.grid, strict=True)]
     lacking = prod(counts) - len(array.chunks)
@@ -117,7 +117,7 @@ def missing_chunks(key: str, array: ZarrArray) -> Problem | None:
     there = {chunk.offsets for chunk in array.chunks}
     names = (
         ".".join(map(str, at)) or "0"
-        for at in _places(counts)
+        for at in places(counts)
         if tuple(index * step for index, step in zip(at, array.grid, strict=True)) not in there
     )
     named = list(islice(names, MISSING_NAMED))
@@ -134,14 +134,14 @@ def missing_chunks(key: str, array: ZarrArray) -> Problem | None:
     )
 
 
-def _places(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def places(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """The places in a grid one after another. There may be more than fit in memory."""
     steps = [prod(counts[axis + 1 :]) for axis in range(len(counts))]
     for number in range(prod(counts)):
         yield tuple(number // step % count for step, count in zip(steps, counts, strict=True))
 
 
-def misfits(array: ZarrArray, sources: Sources) -> Iterator[Problem]:
+def size_problems(array: ZarrArray, sources: Sources) -> Iterator[Problem]:
     """Problems of the chunks whose files have another size. Notes all files as sources."""
     for chunk in array.chunks:
         with sources.open(chunk.file) as file:

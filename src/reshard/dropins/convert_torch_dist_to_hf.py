@@ -13,7 +13,7 @@ from reshard.cli.console import handles_errors
 from reshard.cli.options import LOCAL
 from reshard.cli.usage import Command
 from reshard.dropins.running import SETTINGS, convert_as_asked, debug_option, refuse, run
-from reshard.folders.companions import RECORD
+from reshard.folders.companion_names import RECORD
 from reshard.formats import huggingface, open_checkpoint
 from reshard.formats.contract import EMBEDDING
 from reshard.formats.options import ConversionOptions

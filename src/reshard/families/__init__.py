@@ -56,8 +56,8 @@ def declared(model_type: Any) -> Family | None:
     """The family that `model_type` in a config names, by its name or an alias; None if it is not declared."""
     if not isinstance(model_type, str):
         return None
-    found = declarations(architectures, model_type) if FAMILIES.is_as_shipped else FAMILIES.values()
-    return next((each for each in found if model_type in (each.name, *each.aliases)), None)
+    matching = declarations(architectures, model_type) if FAMILIES.is_as_shipped else FAMILIES.values()
+    return next((each for each in matching if model_type in (each.name, *each.aliases)), None)
 
 
 def live_names(config: Mapping[str, Any], name: str | None = None) -> MemoryNames | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,16 +23,16 @@ def first(source: Mapping[str, Any], names: Iterable[str], default: Any = None) 
     return next((source[name] for name in names if source.get(name) is not None), default)
 
 
-class ConfigEntry(ABC):
-    """A fact that both sides express. What the given side does not state is left out of the other."""
+class ConfigEntry:
+    """A fact that both sides express, or a remark. What the given side does not state is left out of the other."""
 
-    @abstractmethod
     def to_args(self, config: Config) -> Values:
         """The arguments that express `config`."""
+        return {}
 
-    @abstractmethod
     def to_config(self, args: Args) -> Values:
         """The config that expresses `args`."""
+        return {}
 
     def completed(self, wanted: Args, args: Args) -> Values:
         """The config that expresses `args`, with missing arguments taken from `wanted`."""
@@ -59,11 +58,11 @@ class ConfigEntry(ABC):
         yield from ()
 
 
-def contradiction(said: Mapping[str, Any]) -> Iterator[str]:
+def contradiction(stated: Mapping[str, Any]) -> Iterator[str]:
     """A description of the values, each with the place that states it, if they are not all the same."""
-    values = [value for value in said.values() if value is not None]
+    values = [value for value in stated.values() if value is not None]
     if any(value != values[0] for value in values):
-        yield ", ".join(f"{place} is {value!r}" for place, value in said.items() if value is not None)
+        yield ", ".join(f"{place} is {value!r}" for place, value in stated.items() if value is not None)
 
 
 @dataclass(frozen=True)
@@ -167,13 +166,13 @@ SYNONYMS = {"swish": "silu"}
 
 def _otherwise(config: Config, values: Values) -> Iterator[tuple[str, str]]:
     for key, value in values.items():
-        found = config.get(key)
+        stated = config.get(key)
         if (
-            found is not None
-            and found != value
-            and not (isinstance(found, str) and SYNONYMS.get(found) == value)
+            stated is not None
+            and stated != value
+            and not (isinstance(stated, str) and SYNONYMS.get(stated) == value)
         ):
-            yield key, f"{key} is {found!r}; Megatron-LM's model of this family computes {value!r}"
+            yield key, f"{key} is {stated!r}; Megatron-LM's model of this family computes {value!r}"
 
 
 class KeyValueHeads(ConfigEntry):
@@ -256,8 +255,8 @@ class Biases(ConfigEntry):
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         if self._unbuilt(config):
             qkv, linear, output = self._of(config)
-            found = {"linear_qkv": qkv, "linear_proj": output, "the MLP": linear}
-            has = " and ".join(name for name, biased in found.items() if biased)
+            biases = {"linear_qkv": qkv, "linear_proj": output, "the MLP": linear}
+            has = " and ".join(name for name, biased in biases.items() if biased)
             yield (
                 self.qkv,
                 f"only {has} have biases; Megatron-Core builds them in linear_qkv only (add_qkv_bias), or in "
@@ -302,9 +301,6 @@ class FullAttention(ConfigEntry):
 
     late: bool = True
     switched: bool = True
-
-    def to_args(self, config: Config) -> Values:
-        return {}
 
     def to_config(self, args: Args) -> Values:
         return {"use_sliding_window": False} if self.switched else {"sliding_window": None}
@@ -510,17 +506,7 @@ class SigmoidNorm(ConfigEntry):
             yield self.key, f"{self.key} is {not several}; Megatron-Core's sigmoid router {does}"
 
 
-class Remark(ConfigEntry):
-    """A note about a config that no argument and no other key depends on."""
-
-    def to_args(self, config: Config) -> Values:
-        return {}
-
-    def to_config(self, args: Args) -> Values:
-        return {}
-
-
-class LatentNorms(Remark):
+class LatentNorms(ConfigEntry):
     """transformers normalises low-rank queries, keys and values with an epsilon of its own."""
 
     def notices(self, config: Config) -> Iterator[str]:

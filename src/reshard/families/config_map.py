@@ -121,7 +121,7 @@ class ConfigMap:
 
         Each comes with the config key that describes the difference.
         """
-        return [found for entry in self.entries for found in entry.differs(config)]
+        return [difference for entry in self.entries for difference in entry.differs(config)]
 
     def notices(self, config: Config) -> list[str]:
         """Where Megatron-LM's model is limited, or needs more than its arguments."""

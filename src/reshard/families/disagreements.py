@@ -51,9 +51,9 @@ def agreed(
 
     Raises ReshardError if the weights fit only one of them.
     """
-    found = differences(table, config, args)
-    problems = [each.problem() for each in found if each.moves_weights]
-    warnings = [each.warning(trust) for each in found if not each.moves_weights]
+    differing = differences(table, config, args)
+    problems = [each.problem() for each in differing if each.moves_weights]
+    warnings = [each.warning(trust) for each in differing if not each.moves_weights]
     for name, problem in foreign(table, config, args):
         if trust == "config" and name not in REARRANGED:
             args = {key: value for key, value in args.items() if key != name}
@@ -63,10 +63,10 @@ def agreed(
     if problems:
         raise ReshardError([replace(each, file=file) for each in problems])
     if trust == "config":
-        for each in found:
+        for each in differing:
             args = {**args, **each.wanted}
     else:
-        config = changed(table, config, {each.key: each.checkpoint for each in found})
+        config = changed(table, config, {each.key: each.checkpoint for each in differing})
     return config, {**table.to_args(config), **args}, [replace(each, file=file) for each in warnings]
 
 
@@ -120,14 +120,14 @@ def differences(table: ConfigMap, config: Config, args: Args) -> list[ConfigDiff
     """
     wanted = table.to_args(config)
     expected = table.to_config(wanted)
-    said = {
+    stated = {
         key: (value, entry) for entry in table.entries for key, value in entry.completed(wanted, args).items()
     }
     return [
         ConfigDifference(
             key, expected[key], value, moves_weights(table, config, key, value), entry.to_args(config)
         )
-        for key, (value, entry) in said.items()
+        for key, (value, entry) in stated.items()
         if key in expected and key not in RUN_CHOICES and expected[key] != value
     ]
 
@@ -147,8 +147,8 @@ def moves_weights(table: ConfigMap, config: Config, key: str, value: Any) -> boo
 def changed(table: ConfigMap, config: Config, values: Values) -> Values:
     """`config` with other values, and without other spellings of the same facts."""
     args = table.to_args(config)
-    told = (entry for entry in table.entries if values.keys() & entry.to_config(args).keys())
-    gone = {spelling for entry in told for spelling in entry.spellings()}
+    entries = (entry for entry in table.entries if values.keys() & entry.to_config(args).keys())
+    gone = {spelling for entry in entries for spelling in entry.spellings()}
     return {**{key: value for key, value in config.items() if key not in gone}, **values}
 
 

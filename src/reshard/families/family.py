@@ -77,9 +77,9 @@ class Family:
     def speaking(self, config: Mapping[str, Any]) -> Family:
         """The same family with the language model that `config` names. Raises ReshardError if not in `languages`."""
         named = self.config.text(config).get("model_type")
-        found = next((each for each in self.languages if each.name == named), None)
-        if found:
-            return replace(self, rules=found.rules, entries=found.entries)
+        language = next((each for each in self.languages if each.name == named), None)
+        if language:
+            return replace(self, rules=language.rules, entries=language.entries)
         if self.languages and named != self.name:
             raise ReshardError(
                 "language-model-family-unsupported",
@@ -146,11 +146,11 @@ class Family:
     def differs(self, config: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Where engines build a different model than the config describes, by config key, if no tensor shows it."""
         only = self.aliases.get(str(config.get("model_type")), {})
-        found = {key: config[key] for key, value in only.items() if config.get(key) not in (None, value)}
+        other = {key: config[key] for key, value in only.items() if config.get(key) not in (None, value)}
         return [
             *self.config.differs(self.config.text(config)),
             *(
                 (key, f"{key} is {value!r}; {self.name} computes {only[key]!r}")
-                for key, value in found.items()
+                for key, value in other.items()
             ),
         ]

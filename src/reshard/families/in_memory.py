@@ -75,7 +75,7 @@ def renamings(config: Mapping[str, Any], table: Table | None = None) -> tuple[Re
     base = entry.get("base", "model")
     names = "|".join(re.escape(name).replace(r"\*", r"\d+") for name in entry.get("kept", ()))
     kept = re.compile(names) if names else None
-    found: list[Renaming] = []
+    rules: list[Renaming] = []
     seen: dict[str, list[str]] = {}
     for part in [_Submodule("", kind, model_type), *_parts(config, entry, table)]:
         data, name = _rules_of(part, seen, table)
@@ -84,8 +84,8 @@ def renamings(config: Mapping[str, Any], table: Table | None = None) -> tuple[Re
         seen.setdefault(part.kind, []).append(part.path)
         if name == part.model_type:
             seen.setdefault(name, []).append(part.path)
-        found += [renaming(each, _paths(part.path, base), kept) for each in data]
-    return tuple(found)
+        rules += [renaming(each, _paths(part.path, base), kept) for each in data]
+    return tuple(rules)
 
 
 def _paths(path: str, base: str) -> tuple[str, ...]:
@@ -121,17 +121,17 @@ def _rules_of(part: _Submodule, seen: Mapping[str, list[str]], table: Table) -> 
         if name and is_covered(name):
             return None, ""
         if name in rules:
-            found = rules[name]
-            return (rules[found] if isinstance(found, str) else found), name
+            entry = rules[name]
+            return (rules[entry] if isinstance(entry, str) else entry), name
     return None, ""
 
 
 def tied(config: Mapping[str, Any]) -> dict[str, str]:
     """The names in memory of weights that are others, with the names that these are saved under; none if not tied."""
     _, entry = _entry(config, _table())
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for again, (name, key, default) in entry.get("tied", {}).items():
         inner = config.get(key, {}) if key else config
         if isinstance(inner, dict) and inner.get("tie_word_embeddings", default) is True:
-            found[again] = name
-    return found
+            names[again] = name
+    return names

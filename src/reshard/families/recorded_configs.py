@@ -35,11 +35,11 @@ def agreed_configs(
     Both are of the language model alone. `trust` names the side whose value is used ("config" or "checkpoint"). Raises
     ReshardError if the weights fit only one of them.
     """
-    found = recorded_differences(table, config, recorded)
-    if problems := [each.problem() for each in found if each.moves_weights]:
+    differing = recorded_differences(table, config, recorded)
+    if problems := [each.problem() for each in differing if each.moves_weights]:
         raise ReshardError([replace(each, file=file) for each in problems])
-    values = {each.key: each.checkpoint for each in found} if trust == "checkpoint" else {}
-    warnings = [replace(each.warning(trust), file=file) for each in found]
+    values = {each.key: each.checkpoint for each in differing} if trust == "checkpoint" else {}
+    warnings = [replace(each.warning(trust), file=file) for each in differing]
     return changed(table, config, values) if values else config, warnings
 
 

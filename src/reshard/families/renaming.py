@@ -54,7 +54,9 @@ class Renaming:
     @cached_property
     def patterns(self) -> tuple[str, ...]:
         """`before`, with the groups that `after` has."""
-        groups = {found[0] for each in self.after if (found := _GROUP.search(_without_looks(each)))}
+        groups = {
+            group_match[0] for each in self.after if (group_match := _GROUP.search(_without_looks(each)))
+        }
         group = groups.pop() if groups else ""
         paired = len(self.before) == len(self.after)
         begins = [paired and self.after[at].startswith("^") for at in range(len(self.before))]
@@ -108,7 +110,7 @@ class Renaming:
             return Renamed(name, None)
         new = self.replacements[at if self.kind == GUARDED else 0]
         start = self._compiled.groupindex[group]
-        new = _REFERENCE.sub(lambda found: self._referred(match[start + int(found[1])]), new)
+        new = _REFERENCE.sub(lambda reference: self._referred(match[start + int(reference[1])]), new)
         return Renamed((prefix or "") + inner.replace(match[0], new, 1), at)
 
     def _referred(self, text: str) -> str:

@@ -19,12 +19,12 @@ def rope_parameters(config: Config) -> Values:
     if any(isinstance(value, Mapping) for value in stated.values()):
         return stated
     beside = {**(config.get("rope_parameters") or {}), **config, **stated}
-    found = {key: beside[key] for key in ("rope_theta", PARTIAL_ROTARY_KEY) if beside.get(key) is not None}
-    if not found and not stated:
+    base = {key: beside[key] for key in ("rope_theta", PARTIAL_ROTARY_KEY) if beside.get(key) is not None}
+    if not base and not stated:
         return {}
     kind = first(stated, ("rope_type", "type"), "default")
-    rest = {key: value for key, value in stated.items() if key not in ("type", "rope_type", *found)}
-    return {"rope_type": kind, **found, **rest}
+    rest = {key: value for key, value in stated.items() if key not in ("type", "rope_type", *base)}
+    return {"rope_type": kind, **base, **rest}
 
 
 PARTIAL_ROTARY_KEY = "partial_rotary_factor"
@@ -37,15 +37,15 @@ ROPE_TYPE_ALIASES = {"su": "longrope", "mrope": "default"}
 
 def rope_contradictions(config: Config) -> Iterator[str]:
     """Contradictions between the spellings of the rotary embedding in one config, of which a reader uses only one."""
-    said: dict[str, Values] = {key: {key: config.get(key)} for key in ("rope_theta", PARTIAL_ROTARY_KEY)}
+    stated: dict[str, Values] = {key: {key: config.get(key)} for key in ("rope_theta", PARTIAL_ROTARY_KEY)}
     for place in ("rope_scaling", "rope_parameters"):
         values = config.get(place)
         for key, value in values.items() if isinstance(values, Mapping) else ():
             same = "rope_type" if key == "type" else key
-            said.setdefault(same, {})[f"{place}.{key}"] = (
+            stated.setdefault(same, {})[f"{place}.{key}"] = (
                 ROPE_TYPE_ALIASES.get(value, value) if same == "rope_type" else value
             )
-    for values in said.values():
+    for values in stated.values():
         yield from contradiction(values)
 
 

@@ -250,14 +250,37 @@ def delta_layers(args: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 def ends(dims: Dims) -> Iterator[Rule]:
     """Embedding, final norm and head. Rows beyond the vocabulary are padding on Megatron's side."""
-    table = native("embedding.word_embeddings.weight", dims.padded_vocab, dims.hidden)
-    head = table if dims.tied else native("output_layer.weight", dims.padded_vocab, dims.hidden)
-    yield Rule("model.embed_tokens.weight", table[: dims.vocab])
-    yield same("model.norm.weight", "decoder.final_layernorm.weight", dims.hidden)
-    yield Rule("lm_head.weight", head[: dims.vocab], copy=dims.tied, written=not dims.tied)
-    if dims.padded_vocab > dims.vocab:
-        for padded in [table] if dims.tied else [table, head]:
-            yield Rule("", padded[dims.vocab :], reason="vocabulary padding")
+    names = ("embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight")
+    embedding, head, norm, *padding = outer_rules(dims, *names, rows=dims.padded_vocab)
+    yield from (embedding, norm, head, *padding)
+
+
+def outer_rules(
+    dims: Dims,
+    embedding: str,
+    head: str,
+    norm: str,
+    *,
+    rows: int | None = None,
+    change: ReversibleStep | None = None,
+) -> Block:
+    """Embedding, head and final norm by their names on the other side, and the padding of tables of `rows` rows.
+
+    `change` is that of the embedding.
+    """
+    rows = rows or dims.vocab
+    table = native(embedding, rows, dims.hidden)
+    own = table if dims.tied else native(head, rows, dims.hidden)
+    rules = [
+        Rule("model.embed_tokens.weight", table[: dims.vocab], change=change),
+        Rule("lm_head.weight", own[: dims.vocab], copy=dims.tied, written=not dims.tied),
+        same("model.norm.weight", norm, dims.hidden),
+    ]
+    if rows > dims.vocab:
+        rules.append(Rule("", table[dims.vocab :], reason="vocabulary padding", change=change))
+        if not dims.tied:
+            rules.append(Rule("", own[dims.vocab :], reason="vocabulary padding"))
+    return rules
 
 
 def norms(dims: Dims) -> Block:
@@ -451,10 +474,15 @@ def decoder(dims: Dims, dense: Block, sparse: Block | None = None) -> Iterator[R
     """All decoder layers: `sparse` for layers with experts, `dense` for the others."""
     if sparse is not None and not dims.experts:
         raise ValueError("the family has experts, and the sizes have none")
+    return layer_rules(dims, "decoder.layers.{layer}", dense, sparse or ())
+
+
+def layer_rules(dims: Dims, own: str, dense: Block, sparse: Sequence[Rule] = ()) -> Iterator[Rule]:
+    """The same for layers that the other side calls `own`; nothing is checked."""
     plain = tuple(layer for layer in range(dims.layers) if layer not in dims.sparse)
-    for block, layers in ((dense, plain), (sparse or [], dims.sparse)):
+    for block, layers in ((dense, plain), (sparse, dims.sparse)):
         if layers:
-            yield from under("model.layers.{layer}", "decoder.layers.{layer}", block, layers)
+            yield from under("model.layers.{layer}", own, block, layers)
 
 
 def multi_token_prediction(dims: Dims, block: Block, *, copies: bool = True) -> Iterator[Rule]:

@@ -38,8 +38,10 @@ class Model:
     def parts(self) -> dict[str, list[str]]:
         """The names of tensors that are copied unchanged, by common prefix."""
         prefixes = [part.hub for part in self.family.within.carried] if self.family.within else []
-        found = {prefix: [name for name in self.carried if name.startswith(prefix)] for prefix in prefixes}
-        return {prefix: names for prefix, names in found.items() if names}
+        by_prefix = {
+            prefix: [name for name in self.carried if name.startswith(prefix)] for prefix in prefixes
+        }
+        return {prefix: names for prefix, names in by_prefix.items() if names}
 
     def padded(self, rows: int) -> Model:
         """The same model with an embedding of `rows` rows on Megatron's side."""

@@ -15,7 +15,9 @@ from reshard import adapters
 from reshard.adapters.adapter import LowRankPair
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.families.outer_model import language_config
-from reshard.folders.companions import CONFIG, find_companions, read_object
+from reshard.folders.companion_names import CONFIG
+from reshard.folders.companions import find_companions
+from reshard.folders.json_objects import read_object
 from reshard.formats import open_checkpoint
 from reshard.formats.peft import ADAPTER_CONFIG
 from reshard.model.described_checkpoint import describe
@@ -239,7 +241,7 @@ def _template(folder: Path, origin: Origin) -> str:
 
 def _fits(folder: Path, origin: Origin) -> str:
     """Check that every lora_A and lora_B is complete and has the shape that its linear layer needs."""
-    adapter = adapters.find(open_checkpoint(folder))
+    adapter = adapters.read_adapter(open_checkpoint(folder))
     ranks = ", ".join(map(str, adapter.ranks))
     layers = f"{len(adapter.pairs)} layers, rank {ranks}"
     if origin.base is None:

@@ -18,13 +18,14 @@ from reshard.final.acceptance import CheckResult, Origin, checked, checks_of
 from reshard.final.finite_weights import assert_finite, damaged, first_nonfinite
 from reshard.final.saved_checkpoints import FoundCheckpoint
 from reshard.folders.base_hints import BASE
-from reshard.folders.companions import CONFIG, RECORD, find_companions
+from reshard.folders.companion_names import CONFIG, RECORD
+from reshard.folders.companions import find_companions
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind
 from reshard.formats.options import ConversionOptions
 from reshard.records.checkpoint_files import foreign_in
-from reshard.stores.hub import cached, may_have
+from reshard.stores.hub import cached_folder, may_have
 from reshard.transfer.leftovers import recover
 from reshard.transfer.staging import publish
 
@@ -156,7 +157,7 @@ def _local_model(working: Path, name: str) -> Path | None:
     """A folder, or a model of the Hub in the local cache."""
     if (working / name).is_dir():
         return working / name
-    return cached(name) if may_have(name) else None
+    return cached_folder(name) if may_have(name) else None
 
 
 def damaged_base(working: Path, name: str) -> Problem | None:

@@ -11,6 +11,7 @@ cache.
 from __future__ import annotations
 
 import os
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from reshard.base.errors import ReshardError
@@ -22,6 +23,13 @@ from reshard.transfer.source_files import Sources
 def folders_in(path: Path) -> list[Path]:
     """The folders in `path` that can be listed. What others keep from us, like `lost+found` of a disk, is not ours."""
     return sorted(child for child in path.iterdir() if child.is_dir() and can_list(child))
+
+
+def files_matching(pattern: Path) -> list[Path]:
+    """Files whose names match the last part of a path. `Path.glob` hides that a folder cannot be listed."""
+    if not pattern.parent.is_dir():
+        return []
+    return sorted(path for path in pattern.parent.iterdir() if fnmatchcase(path.name, pattern.name))
 
 
 def can_list(folder: Path) -> bool:

@@ -44,9 +44,9 @@ def descend(
     """
     level = [(path, False)]
     for _ in range(MAX_DEPTH + 1):
-        found = next((place for place in level if holds(place[0])), None)
-        if found:
-            return found
+        match = next((place for place in level if holds(place[0])), None)
+        if match:
+            return match
         below = []
         for folder, passed in level:
             for child, number in _children(folder):
@@ -70,8 +70,8 @@ def _children(folder: Path) -> Iterator[tuple[Path, int | None]]:
 
 def _latest_first(children: list[Path], pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
     """The folders whose names match a pattern, with the number in the name, the highest first."""
-    found = [(int(match[1]), child) for child in children if (match := pattern.fullmatch(child.name))]
-    return sorted(found, reverse=True)
+    numbered = [(int(match[1]), child) for child in children if (match := pattern.fullmatch(child.name))]
+    return sorted(numbered, reverse=True)
 
 
 def find_root(root: Path, given: Path) -> Path:

@@ -40,7 +40,7 @@ def is_iteration(folder: Path) -> bool:
     return _step(_real(folder)) is not None
 
 
-def found_in(root: Path) -> dict[Iteration, Path]:
+def iterations_in(root: Path) -> dict[Iteration, Path]:
     """All iterations below `root`, the latest last."""
     if not root.is_dir():
         return {}
@@ -50,9 +50,9 @@ def found_in(root: Path) -> dict[Iteration, Path]:
     )
 
 
-def candidates(path: Path) -> list[Path]:
+def iteration_folders(path: Path) -> list[Path]:
     """The folders that may hold an iteration: `path` itself, and those below it."""
-    return [path, *found_in(path).values()] if path.is_dir() else []
+    return [path, *iterations_in(path).values()] if path.is_dir() else []
 
 
 def root_of(folder: Path) -> Path:
@@ -61,14 +61,14 @@ def root_of(folder: Path) -> Path:
     return real.parent if _step(real) is not None else folder
 
 
-def described_in(folder: Path) -> Path:
+def config_folder(folder: Path) -> Path:
     """The folder with config and tokenizer of an iteration: its own if it has a config, or else the run folder."""
     return folder if (folder / "config.json").is_file() else root_of(folder)
 
 
 def choose(path: Path, iteration: Iteration | None = None) -> tuple[Path, Iteration | None]:
     """The folder of the requested or else the tracked iteration. Raises ReshardError if there is none."""
-    steps = found_in(path)
+    steps = iterations_in(path)
     if not steps:
         step = _step(_real(path))
         if iteration is not None and step not in (None, iteration):
@@ -143,7 +143,7 @@ def refuse(path: Path, iteration: Iteration | None, what: str) -> None:
         )
 
 
-def belied(folder: Path, iteration: Any) -> list[str]:
+def renamed_note(folder: Path, iteration: Any) -> list[str]:
     """A note if the files of `folder` record another iteration than its name does."""
     named = _step(_real(folder))
     if not isinstance(named, int) or not isinstance(iteration, int) or named == iteration:

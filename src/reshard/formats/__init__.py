@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import UNUSABLE, ReshardError, said, size, understood
+from reshard.base.errors import UNUSABLE, ReshardError, reading_values, said
 from reshard.base.plugins import Registry, leave_out
+from reshard.base.quantities import size
 from reshard.base.suggest import did_you_mean
-from reshard.folders import companions, find_weights
+from reshard.folders import companion_names, companions, find_weights
 from reshard.folders.allowed_paths import check_open
 from reshard.folders.iterations import Iteration
 from reshard.formats import (
@@ -74,12 +75,14 @@ def _file_names() -> checkpoint_names.FileNames:
     """What stores are told of the names of files."""
     formats = FORMATS.values()
     naming: dict[str, checkpoint_names.Named] = {
-        companions.RECORD: lambda record: record[companions.FILES_KEY]
+        companion_names.RECORD: lambda record: record[companion_names.FILES_KEY]
     }
     for each in formats:
         naming.update(each.naming)
     return checkpoint_names.FileNames(
-        usual=tuple({*companions.USUAL_FILES, *naming, *(file for each in formats for file in each.files)}),
+        usual=tuple(
+            {*companion_names.USUAL_FILES, *naming, *(file for each in formats for file in each.files)}
+        ),
         naming=naming,
         weights=huggingface.WEIGHT_SUFFIXES,
         other=huggingface.FOR_OTHER_PROGRAMS,
@@ -210,7 +213,7 @@ def open_checkpoint(
     folder, format, iteration = _located(path, iteration)
     if format.name == huggingface.NAME and (of_tool := foreign.named_by_a_tool(folder)):
         raise ReshardError(of_tool)
-    with understood(folder):
+    with reading_values(folder):
         found = format.open(folder, sources, iteration)
     root = find_weights.find_root(found.description.folder, path)
     tokenizers, linked = _without_links(found.description.tokenizers, root, sources)
@@ -266,7 +269,9 @@ def refuse_unfinished(path: Path, sources: Sources) -> None:
 
 def _config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """The config of a checkpoint, if it is readable."""
-    return companions.of_the_hub(_object_beside(checkpoint, companions.CONFIG), checkpoint.description.config)
+    return companions.hub_config(
+        _object_beside(checkpoint, companion_names.CONFIG), checkpoint.description.config
+    )
 
 
 def _object_beside(checkpoint: Checkpoint, name: str) -> Mapping[str, Any] | None:
@@ -282,7 +287,7 @@ def _with_settings_of_modelopt(
     """A config with the quantization settings that ModelOpt may store in a file of its own only."""
     if quantization.settings_of(config):
         return config
-    content = _object_beside(checkpoint, companions.OF_MODELOPT)
+    content = _object_beside(checkpoint, companion_names.OF_MODELOPT)
     return {**(config or {}), "quantization_config": quantization.of_modelopt(content)} if content else config
 
 
@@ -321,7 +326,7 @@ def _recognized(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
 
 def _stripped_states(states: States, strip: tuple[str, ...], folder: Path) -> OptimizerStates:
     def read(state: str) -> Mapping[str, Tensor]:
-        with understood(folder):
+        with reading_values(folder):
             return state_dict_names.all_stripped(states[state], strip, str(folder))
 
     return OptimizerStates(states, read)

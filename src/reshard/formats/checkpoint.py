@@ -10,7 +10,8 @@ from typing import Any
 
 from reshard.algebra.layout import SavedLayout
 from reshard.algebra.tensors import Replica, Tensor
-from reshard.base.errors import Problem, count, size
+from reshard.base.errors import Problem
+from reshard.base.quantities import count, size
 from reshard.families.dialect import HUB, Dialect
 from reshard.folders.base_hints import BaseHint, find_hints
 from reshard.folders.companions import Companions, find_companions

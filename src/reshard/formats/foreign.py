@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.families.in_memory import renamings
-from reshard.stores import entered, is_remote, open_file
+from reshard.stores import archive_folder, is_remote, open_file
 from reshard.stores.tar_members import is_tar
 
 EDGE_BYTES = 1 << 16
@@ -262,7 +262,7 @@ def recognized(path: Path) -> Problem | None:
 def in_archive(path: Path) -> Path:
     """The contents of a `.nemo` archive on a disk that is not compressed, as a folder; any other path as it is."""
     is_archive = not is_remote(path) and re.fullmatch(NEMO_ARCHIVE, path.name) and path.is_file()
-    return entered(path) if is_archive and is_tar(_begin(path)) else path
+    return archive_folder(path) if is_archive and is_tar(_begin(path)) else path
 
 
 def is_state_dict(path: Path) -> bool:

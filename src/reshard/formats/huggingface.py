@@ -41,7 +41,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     """Open a folder (or a single file). Raises ReshardError naming every shard and tensor that is missing."""
     iterations.refuse(path, iteration, "a Hugging Face folder")
     folder = path if path.is_dir() else path.parent
-    problems: list[Problem] = [*distributed_safetensors.alone(path)]
+    problems: list[Problem] = [*distributed_safetensors.part_alone(path)]
     chosen = weight_files.choose(path, sources)
     problems += chosen.problems
     fetch_heads(chosen.files)
@@ -86,7 +86,7 @@ def _read_all(files: Iterable[Path], sources: Sources, problems: list[Problem]) 
             found[name].append(part)
     tensors = {}
     for name, each in found.items():
-        match distributed_safetensors.joined(name, each):
+        match distributed_safetensors.joined_parts(name, each):
             case Tensor() as tensor:
                 tensors[name] = tensor
             case problem:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.folders.allowed_paths import belongs
-from reshard.folders.companions import read_object
+from reshard.folders.json_objects import read_object
 from reshard.transfer.source_files import Sources
 
 

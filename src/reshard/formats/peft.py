@@ -33,7 +33,7 @@ def detect(path: Path) -> bool:
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
-    """Open an adapter. Its tensors keep PEFT's names, which `adapters.find` reads. Raises ReshardError if damaged."""
+    """Open an adapter. Its tensors keep PEFT's names (see `read_adapter`). Raises ReshardError if damaged."""
     iterations.refuse(path, iteration, "an adapter")
     file = path if path.is_file() else next(path / name for name in WEIGHTS_FILES if (path / name).is_file())
     tensors = huggingface.read_weights(file, sources)

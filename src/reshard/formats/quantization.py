@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError, listed, one_for_all
+from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.merged_problems import one_for_all
 from reshard.formats.module_quantization import MODELOPT
 
 Shape = tuple[int, ...]

@@ -18,7 +18,7 @@ from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.plain_json import JSON_MOST, json_kind, json_of
 from reshard.containers import distributed_safetensors
-from reshard.containers.file_names import below
+from reshard.containers.file_names import path_below
 from reshard.stores import as_path
 from reshard.transfer.source_files import Sources
 
@@ -134,7 +134,7 @@ def _weight_map(index: Path, sources: Sources) -> dict[str, str]:
     try:
         content = json_of(sources.read(index, JSON_MOST))
         named = _names_of_files(content)
-        files = {file: str(below(index.parent, file)) for file in set(named.values())}
+        files = {file: str(path_below(index.parent, file)) for file in set(named.values())}
     except ValueError as error:
         raise ReshardError(
             "index-unreadable",

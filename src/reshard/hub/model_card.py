@@ -10,10 +10,12 @@ from typing import Any
 import yaml
 
 from reshard.algebra.layout import SavedLayout
-from reshard.base.errors import ReshardError, size
+from reshard.base.errors import ReshardError
 from reshard.base.plain_yaml import MAX_YAML_BYTES, yaml_of
-from reshard.folders import companions
+from reshard.base.quantities import size
+from reshard.folders import companion_names
 from reshard.folders.base_hints import BASE, find_hints
+from reshard.folders.json_objects import read_object
 from reshard.formats import peft
 from reshard.formats.options import ConversionOptions
 from reshard.transfer.plan import Plan
@@ -76,7 +78,7 @@ def _metadata(plan: Plan, options: ConversionOptions) -> dict[str, Any]:
 def _folders(plan: Plan) -> list[Path]:
     """The folders of the config and the tokenizer, the base before the source."""
     named = [path if path.is_dir() else path.parent for path in reversed(plan.sources.named)]
-    configs = (path.parent for path in plan.sources.paths if path.name == companions.CONFIG)
+    configs = (path.parent for path in plan.sources.paths if path.name == companion_names.CONFIG)
     return list(dict.fromkeys([*named, *configs]))
 
 
@@ -97,10 +99,10 @@ def _cached(folder: Path) -> list[str]:
 def _said(folder: Path) -> list[str]:
     """The names of the base in the files of a folder."""
     said = [hint.value for hint in find_hints([folder], Sources()) if hint.kind == BASE]
-    keys = {companions.CONFIG: "_name_or_path", "adapter_config.json": "base_model_name_or_path"}
+    keys = {companion_names.CONFIG: "_name_or_path", "adapter_config.json": "base_model_name_or_path"}
     for file, key in keys.items():
         if (folder / file).is_file():
-            said.append(str(companions.read_object(folder / file, Sources()).get(key) or ""))
+            said.append(str(read_object(folder / file, Sources()).get(key) or ""))
     return said
 
 

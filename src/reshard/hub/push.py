@@ -20,7 +20,7 @@ from reshard.base.errors import ReshardError, listed, said
 from reshard.base.foreign_text import without_secrets
 from reshard.base.missing_packages import install_command
 from reshard.base.plain_json import json_of
-from reshard.folders.companions import FILES_KEY, RECORD
+from reshard.folders.companion_names import FILES_KEY, RECORD
 from reshard.formats import written
 from reshard.formats.contract import HUB
 from reshard.formats.options import ConversionOptions

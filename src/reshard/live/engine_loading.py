@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from reshard.api.weights import open as open_weights
-from reshard.base.errors import Problem, ReshardError, size
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.quantities import size
 from reshard.base.suggest import meant
 from reshard.commands.weights import Weights
 from reshard.live.deferred_tensors import DeferredTensor, ReadTally

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.tensors import Replica, Tensor
-from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.merged_problems import one_for_all
 from reshard.commands.lazy import as_torch
 from reshard.commands.streaming import ReadOptions, place, read
 from reshard.commands.weights import Weights

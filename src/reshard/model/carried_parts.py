@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.merged_problems import one_for_all
 from reshard.families import Family, live_names
 from reshard.families.binding import Binding
 from reshard.families.outer_model import OuterModel

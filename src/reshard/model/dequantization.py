@@ -11,7 +11,8 @@ from typing import Any
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import Problem, ReshardError, one_for_all, raise_all
+from reshard.base.errors import Problem, ReshardError, raise_all
+from reshard.base.merged_problems import one_for_all
 from reshard.codecs.block_grid import BlockGrid
 from reshard.codecs.decoded_blocks import DequantizedWeight, WeightArithmetic, WeightKind
 from reshard.codecs.grouped_weights import grouped, packing_of

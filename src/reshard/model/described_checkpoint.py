@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, understood
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, reading_values
 from reshard.families import FAMILIES, Family, declared, live_names
 from reshard.families.config_map import ConfigMap
 from reshard.families.disagreements import foreign
@@ -55,10 +55,10 @@ def describe(
     config, folder = config_of(checkpoint, base) or {}, base or checkpoint.description.folder
     if not checkpoint.native.has_shapes:
         found = named(family) if family else declared(config.get("model_type"))
-        with understood(folder / "config.json"):
+        with reading_values(folder / "config.json"):
             checkpoint = _shaped(checkpoint, config, found, folder)
     described = described_by(config, checkpoint, folder, family)
-    with understood(described.file):
+    with reading_values(described.file):
         for recorded in _records(described, base):
             described = _agreed(described, recorded, trust)
     return described
@@ -130,7 +130,7 @@ def described_by(
 ) -> DescribedCheckpoint:
     """The same with a config that was read before; flat tensors remain flat."""
     found = named(family) if family else declared(config.get("model_type"))
-    with understood(folder / "config.json"):
+    with reading_values(folder / "config.json"):
         renamed = memory_names.under_hub_names(checkpoint, live_names(config, family))
     was_in_memory = renamed.tensors.keys() != checkpoint.tensors.keys()
     return DescribedCheckpoint(renamed, config, folder, found, was_in_memory)

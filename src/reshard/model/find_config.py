@@ -9,7 +9,8 @@ from typing import Any
 from reshard.base.errors import UNUSABLE, ReshardError
 from reshard.families import declared
 from reshard.families.rope import rope_contradictions
-from reshard.folders.companions import CONFIG, of_the_hub
+from reshard.folders.companion_names import CONFIG
+from reshard.folders.companions import hub_config
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.json_beside import object_beside
 from reshard.formats.not_found import download
@@ -57,7 +58,7 @@ def config_of(checkpoint: Checkpoint, base: Path | None = None) -> dict[str, Any
     config = (
         read_base(base, sources)
         if base
-        else of_the_hub(read_config(checkpoint.description.folder, sources), checkpoint.description.config)
+        else hub_config(read_config(checkpoint.description.folder, sources), checkpoint.description.config)
     )
     if not config:
         return None

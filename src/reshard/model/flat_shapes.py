@@ -9,7 +9,8 @@ from math import prod
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import Problem, ReshardError, one_for_all, raise_all
+from reshard.base.errors import Problem, ReshardError, raise_all
+from reshard.base.merged_problems import one_for_all
 from reshard.families.binding import Binding
 from reshard.families.transformers_5 import MemoryNames
 from reshard.formats.checkpoint import Checkpoint

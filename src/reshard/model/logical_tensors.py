@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import Problem, one_for_all, raise_all
+from reshard.base.errors import Problem, raise_all
+from reshard.base.merged_problems import one_for_all
 from reshard.families import live_names
 from reshard.families.binding import Binding, BoundTensor, DroppedElements
 from reshard.families.dialect import HUB

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, one_for_all
+from reshard.base.errors import UNUSABLE, Problem, ReshardError
+from reshard.base.merged_problems import one_for_all
 from reshard.base.suggest import did_you_mean
 from reshard.families import FAMILIES, Family, declared, likeliest
 from reshard.families.binding import Binding

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, raise_all, understood
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, raise_all, reading_values
 from reshard.families import Family
 from reshard.families.config_entries import first
 from reshard.families.disagreements import COMPUTED, agreed
@@ -54,7 +54,7 @@ def resolve(
     must not be quantized, and the config must describe what that engine computes. Raises ReshardError listing every
     failed check and disagreement.
     """
-    with understood(described.file):
+    with reading_values(described.file):
         return _resolved(described, trust, computes=computes)
 
 

@@ -80,7 +80,7 @@ def counted(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
     those beyond are more than padding: a model may have trained rows that its tokenizer does not name.
     """
     rows = embedding_rows(checkpoint)
-    counts = args.get("vocab_size"), checkpoint.companions().vocab_size
+    counts = args.get("vocab_size"), checkpoint.companions().tokenizer.vocab_size
     tokens = min(max((int(count) for count in counts if count), default=rows), rows)
     return tokens if _is_padding(checkpoint, tokens) else rows
 
@@ -93,11 +93,8 @@ def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> 
     rows = embedding_rows(checkpoint)
     if rows == declared:
         return None  # skip the tokenizer, which may take long to read
-    folders = (
-        checkpoint.companions(base),
-        checkpoint.companions(),
-    )
-    tokens = folders[0].vocab_size
+    tokenizers = (checkpoint.companions(base).tokenizer, checkpoint.companions().tokenizer)
+    tokens = tokenizers[0].vocab_size
     # For example, Qwen2.5's config has 151,936 rows for 151,665 tokens.
     if tokens is not None and tokens <= rows < declared <= rows + SPARE_ROWS:
         return tokens, (
@@ -107,7 +104,7 @@ def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> 
     # A tokenizer may have IDs without a trained row: more than there are rows, or rows of zeros, which are untrained
     # padding.
     counts = [
-        (max(folder.named_ids for folder in folders), "the tokenizer has"),
+        (max(each.named_ids for each in tokenizers), "the tokenizer has"),
         (int(checkpoint.description.args.get("vocab_size") or 0), "the checkpoint's arguments have"),
     ]
     named, as_counted = max(count for count in [*counts, (declared, "")] if count[0] <= rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from reshard.base.foreign_text import shown
+from reshard.base.foreign_text import printable_line
 from reshard.pages.page_files import charts_script
 from reshard.version import __version__
 
@@ -72,5 +72,5 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["shown"] = shown
+    made.filters["shown"] = printable_line
     return made

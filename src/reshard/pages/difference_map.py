@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import isfinite, sqrt
 from typing import Any
 
-from reshard.base.foreign_text import shown
+from reshard.base.foreign_text import printable_line
 from reshard.commands.verification import Change, Comparison
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -39,7 +39,7 @@ def heat_of(changes: Sequence[Change]) -> dict[str, Any]:
         drawn.append([columns[layer], rows[module], relative if isfinite(relative) else None, tooltip])
     return {
         "layers": ["no layer" if layer < 0 else str(layer) for layer in layers],
-        "modules": [shown(module) for module in modules],
+        "modules": [printable_line(module) for module in modules],
         "cells": drawn,
     }
 
@@ -67,7 +67,7 @@ def table_of(comparison: Comparison) -> list[dict[str, Any]]:
         change = measured.get(row.tensor)
         rows.append(
             {
-                "tensor": shown(row.tensor),
+                "tensor": printable_line(row.tensor),
                 "kind": row.what,
                 "elements": "" if row.differ is None else f"{row.differ:,} of {row.elements:,}",
                 "a": row.a,

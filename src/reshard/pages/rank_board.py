@@ -9,8 +9,9 @@ from pathlib import Path
 
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import cells_of
-from reshard.base.errors import ReshardError, size
-from reshard.base.foreign_text import shown
+from reshard.base.errors import ReshardError
+from reshard.base.foreign_text import printable_line
+from reshard.base.quantities import size
 from reshard.commands.inspection import Inspection
 from reshard.families.sized_family import Model
 from reshard.formats.checkpoint import Checkpoint
@@ -134,8 +135,8 @@ def _cell(path: str, file: _File, largest: int) -> Cell:
     lines = [f"{size(file.nbytes)}, {file.tensors:,} tensors"]
     lines += [f"layers {_runs(file.layers)}"] if file.layers else []
     lines += [f"experts {_runs(file.experts)}"] if file.experts else []
-    name = shown(Path(path).name)
-    return Cell(name, tuple(lines), "\n".join([shown(path), *lines]), file.nbytes / largest)
+    name = printable_line(Path(path).name)
+    return Cell(name, tuple(lines), "\n".join([printable_line(path), *lines]), file.nbytes / largest)
 
 
 def _runs(numbers: set[int], most: int = 4) -> str:

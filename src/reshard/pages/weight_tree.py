@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor, cells_of
-from reshard.base.errors import count, size
-from reshard.base.foreign_text import shown
+from reshard.base.foreign_text import printable_line
+from reshard.base.quantities import count, size
 from reshard.formats.checkpoint import Checkpoint
 
 EXPERT_LISTS = ("experts", "local_experts")
@@ -49,13 +49,13 @@ class _Node:
         names = sorted(Path(each).name for each in self.files)
         more = f" and {len(names) - MAX_FILES:,} more" if len(names) > MAX_FILES else ""
         node: dict[str, Any] = {
-            "name": shown(self.name),
+            "name": printable_line(self.name),
             "value": self.elements,
-            "path": shown(name),
+            "path": printable_line(name),
             "told": [
                 f"{count(self.elements)} parameters, {size(self.nbytes)}",
                 self._tensors_in_words(),
-                shown(", ".join(names[:MAX_FILES]) + more),
+                printable_line(", ".join(names[:MAX_FILES]) + more),
             ],
         }
         if depth and self.children:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.adapters import checkpoint_kind
-from reshard.base.errors import along_with
+from reshard.base.errors import raising_also
 from reshard.formats import huggingface, open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind
@@ -49,7 +49,7 @@ def plan_conversion(
         checkpoint = open_checkpoint(path, options.iteration, options.strip, sources)
     on_step("planning")
     source = conversion_source(path, checkpoint, options, planned_tensors)
-    with along_with(output_companions.lacking(source.checkpoint, source.kind, source.options)):
+    with raising_also(output_companions.lacking(source.checkpoint, source.kind, source.options)):
         return output_plan(prepared_source(source))
 
 

@@ -25,7 +25,7 @@ from reshard.formats.options import ConversionOptions
 from reshard.model.described_checkpoint import describe
 from reshard.model.resolve import ResolvedCheckpoint, resolve
 from reshard.planning.target_tensors import OutputTypes
-from reshard.stores.hub import name_of
+from reshard.stores.hub import model_name
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.plan import Planned
 from reshard.transfer.thread_files import OpenFiles
@@ -70,7 +70,7 @@ def resolved(checkpoint: Checkpoint, target: Target, options: ConversionOptions)
 def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, int], list[str]]:
     """The request with tensors and settings, the bytes left out by rule, and notes."""
     options, types = request.options, OutputTypes(request.options.dtype)
-    adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
+    adapter = adapters.read_adapter(checkpoint, options.adapter, options.lora_alpha)
     base = {
         BASE_WEIGHTS: sum(tensor.nbytes for tensor in adapter.base.values()),
         OTHER_ADAPTERS: adapter.others,
@@ -82,7 +82,7 @@ def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, 
             Planned.of(name, tensor, types.of(name, tensor.dtype))
             for name, tensor in _as_peft(adapter, with_base=written)
         ]
-        settings = adapter_config(adapter, name_of(options.base_path) if options.base_path else None)
+        settings = adapter_config(adapter, model_name(options.base_path) if options.base_path else None)
         if written:
             del base[BASE_WEIGHTS]
         return replace(request, tensors=tensors, adapter=settings), base, []

@@ -255,9 +255,9 @@ def _other_configs(sides: Sequence[HubTensors], paths: Sequence[Path]) -> Iterat
 def _other_tokenizers(checkpoints: Sequence[Checkpoint]) -> Iterator[Problem]:
     """A problem for each checkpoint in whose tokenizer ids stand for other tokens than in that of the last one."""
     *others, last = checkpoints
-    wanted = last.companions().tokens_by_id
+    wanted = last.companions().tokenizer.tokens_by_id
     for each in others if wanted else ():
-        tokens = each.companions().tokens_by_id
+        tokens = each.companions().tokenizer.tokens_by_id
         differing = [number for number in sorted(tokens.keys() & wanted) if tokens[number] != wanted[number]]
         if differing:
             number = differing[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard import adapters
 from reshard.adapters import from_megatron
-from reshard.adapters.embedding_and_head import TOKEN_WEIGHTS, embedding_of, filled, unties
+from reshard.adapters.embedding_and_head import TOKEN_WEIGHTS, embedding_of, mean_row_counts, unties
 from reshard.adapters.task_head import head_changes
 from reshard.algebra.tensors import Cells, Computed, Replica, Tensor, cells_of
 from reshard.base.errors import ReshardError
@@ -40,7 +40,7 @@ def merged_source(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[C
     The base comes from `--base`, or else from the folder that the adapter's config records, or else from the adapter's
     checkpoint itself. Raises ReshardError if there is none, or if the adapter does not fit it.
     """
-    adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
+    adapter = adapters.read_adapter(checkpoint, options.adapter, options.lora_alpha)
     of_base = adapter_base(checkpoint, adapter, options, "a merged model is the base plus the adapter")
     base, weights, dropped = of_base.checkpoint, of_base.weights, of_base.dropped
     origin = base or checkpoint
@@ -50,7 +50,7 @@ def merged_source(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[C
         adapter = adapter.renamed(family.plain_name)
         weights = {family.plain_name(name): tensor for name, tensor in weights.items()}
     dropped[OTHER_ADAPTERS] += adapter.others
-    result = adapters.merged(
+    result = adapters.merge_adapter(
         adapter,
         weights or adapter.base,
         OutputTypes(options.dtype, (weights or adapter.base).values()).of,
@@ -222,6 +222,6 @@ def _notes(adapter: adapters.Adapter, base: Checkpoint | None, result: Mapping[s
     notes += [
         f"the adapter was trained with {rows} more rows in {name}, which PEFT did not save: they are the mean of the "
         "others, as resize_token_embeddings starts them, without its random noise"
-        for name, rows in filled(result).items()
+        for name, rows in mean_row_counts(result).items()
     ]
     return notes

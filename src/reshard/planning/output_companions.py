@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import cells_under
-from reshard.base.errors import Problem, ReshardError, understood
+from reshard.base.errors import Problem, ReshardError, reading_values
 from reshard.base.plain_json import to_json
 from reshard.families.config_map import portable_config
-from reshard.folders import companions
+from reshard.folders import companion_names, companions
 from reshard.folders.allowed_paths import belongs
+from reshard.folders.companions import check_companions, companion_copy
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import HEAD, CheckpointKind, Format, Request, main_dtype
 from reshard.formats.options import ConversionOptions
 from reshard.formats.quantization import plain_config, settings_as_told, settings_of
-from reshard.stores import arrays_of, as_path
+from reshard.stores import as_path, homes_of
 from reshard.transfer.elements import castable
 from reshard.transfer.plan import OutputFile
 from reshard.version import __version__
@@ -27,9 +28,7 @@ from reshard.version import __version__
 
 def find_companions(checkpoint: Checkpoint, request: Request) -> companions.Companions:
     """The source's companions. Raises ReshardError naming files that cannot be loaded."""
-    return companions.check_companions(
-        _companions(checkpoint, request.options, is_adapter=request.adapter is not None)
-    )
+    return check_companions(_companions(checkpoint, request.options, is_adapter=request.adapter is not None))
 
 
 def _companions(
@@ -97,7 +96,7 @@ def embedding(checkpoint: Checkpoint, request: Request, available: companions.Co
         contents[CARD] = checkpoint.sources.read(card)
     if request.options.no_tokenizer:
         contents = {name: content for name, content in contents.items() if name in (GENERATION, CARD)}
-    contents[companions.CONFIG] = _config(checkpoint, request)
+    contents[companion_names.CONFIG] = _config(checkpoint, request)
     return replace(request, companions=contents, name=folder.absolute().name)
 
 
@@ -108,15 +107,15 @@ def companion_files(
 
     An adapter gets the tokenizer and template if they are there; it needs none.
     """
-    of_base = () if checkpoint.quantization else companions.QUANTIZATION_FILES
-    left = {companions.CONFIG, *of_base}
+    of_base = () if checkpoint.quantization else companion_names.QUANTIZATION_FILES
+    left = {companion_names.CONFIG, *of_base}
     if request.adapter is not None:
-        left = {companions.CONFIG, GENERATION}
+        left = {companion_names.CONFIG, GENERATION}
     else:
-        yield OutputFile.of_bytes(companions.CONFIG, _config(checkpoint, request))
+        yield OutputFile.of_bytes(companion_names.CONFIG, _config(checkpoint, request))
     for name, file in sorted(available.files.items()):
         if name not in left:
-            yield companions.output_file(name, file, checkpoint.sources)
+            yield companion_copy(name, file, checkpoint.sources)
 
 
 def _config(checkpoint: Checkpoint, request: Request) -> bytes:
@@ -140,7 +139,7 @@ def _config(checkpoint: Checkpoint, request: Request) -> bytes:
         config = {**config, **settings_as_told(request.quantization)}
     config = _tied_in_all(config, request)
     table = request.model.family.config if request.model else None
-    with understood(checkpoint.description.folder / companions.CONFIG):
+    with reading_values(checkpoint.description.folder / companion_names.CONFIG):
         return to_json(portable_config(config, _computing_dtype(checkpoint, request), table))
 
 
@@ -214,6 +213,6 @@ def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
 def _below(folder: Path, file: str, taken: Collection[str]) -> str:
     """The path of a file below a folder; for one elsewhere, as weights of a base are, its name, if that is unique."""
     path = as_path(file)
-    if home := next((each for each in (folder, arrays_of(folder)) if each in path.parents), None):
+    if home := next((each for each in homes_of(folder) if each in path.parents), None):
         return path.relative_to(home).as_posix()
     return file if path.name in taken or (folder / path.name).exists() else path.name

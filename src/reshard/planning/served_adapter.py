@@ -33,7 +33,8 @@ from reshard.adapters.serving_engines import (
     strengths,
 )
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import ReshardError, one_for_all
+from reshard.base.errors import ReshardError
+from reshard.base.merged_problems import one_for_all
 from reshard.families import Family, declared, live_names
 from reshard.families.transformers_5 import MemoryNames
 from reshard.formats.checkpoint import Checkpoint
@@ -43,7 +44,7 @@ from reshard.model.memory_names import live_tensors
 from reshard.planning.adapter_tensors import BASE_WEIGHTS, OTHER_ADAPTERS, same_bytes
 from reshard.planning.merged_source import adapter_base
 from reshard.planning.target_tensors import OutputTypes
-from reshard.stores.hub import name_of
+from reshard.stores.hub import model_name
 from reshard.transfer.plan import Planned
 
 INNER = ".base_layer"
@@ -101,7 +102,7 @@ def served(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str,
     """
     options = request.options
     engine = ENGINES[str(options.adapter_for)]
-    adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
+    adapter = adapters.read_adapter(checkpoint, options.adapter, options.lora_alpha)
     base = _base(checkpoint, adapter, request)
     if base.family:
         adapter = adapter.renamed(base.family.plain_name)
@@ -122,7 +123,7 @@ def served(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str,
     if not others:
         dropped[BASE_WEIGHTS] = sum(tensor.nbytes for tensor in adapter.base.values())
     settings = written.settings(
-        adapter, name_of(options.base_path) if options.base_path else adapter.settings.base
+        adapter, model_name(options.base_path) if options.base_path else adapter.settings.base
     )
     notes = [*base.notes, *_how(engine, written)]
     return replace(request, tensors=tensors, adapter=settings), dropped, notes

@@ -8,7 +8,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from reshard.base.errors import ReshardError
-from reshard.folders.companions import FILES_KEY, RECORD, find_companions, read_object
+from reshard.folders.companion_names import FILES_KEY, RECORD
+from reshard.folders.companions import find_companions
+from reshard.folders.json_objects import read_object
 from reshard.formats import FORMATS, open_checkpoint
 from reshard.stores import StorePath
 from reshard.transfer.source_files import Sources

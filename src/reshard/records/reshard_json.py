@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from reshard.base.errors import Problem, ReshardError, size
+from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain_json import json_of, to_json
-from reshard.folders.companions import FILES_KEY, RECORD, read_object
+from reshard.base.quantities import size
+from reshard.folders.companion_names import FILES_KEY, RECORD
+from reshard.folders.json_objects import read_object
 from reshard.formats.not_found import nothing_there
 from reshard.formats.options import ConversionOptions
 from reshard.records.checkpoint_files import foreign_in, stays

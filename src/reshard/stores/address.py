@@ -32,20 +32,20 @@ class Address(NamedTuple):
     """A parsed URL: the part that may be shown, and the rest."""
 
     scheme: str
-    shown: str
+    url: str
     userinfo: str = ""
     query: str = ""
 
 
-def shown_address(scheme: str, rest: str, kind: StoreKind) -> str:
+def normalized_url(scheme: str, rest: str, kind: StoreKind) -> str:
     """The URL that names a file or folder, in one spelling. Raises ReshardError if it names nothing."""
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if not parts or "\0" in rest:
-        raise incomplete(scheme, kind, "nothing behind the scheme" if not parts else "a null character")
+        raise incomplete_url(scheme, kind, "nothing behind the scheme" if not parts else "a null character")
     return f"{scheme}://{'/'.join(parts)}"
 
 
-def incomplete(scheme: str, kind: StoreKind, found: str) -> ReshardError:
+def incomplete_url(scheme: str, kind: StoreKind, found: str) -> ReshardError:
     """The error for a URL that cannot be used."""
     return ReshardError(
         "url-incomplete",
@@ -56,7 +56,7 @@ def incomplete(scheme: str, kind: StoreKind, found: str) -> ReshardError:
     )
 
 
-def with_password(scheme: str, kind: StoreKind) -> ReshardError:
+def url_with_password(scheme: str, kind: StoreKind) -> ReshardError:
     """The error for a URL that contains a user with a password."""
     return ReshardError(
         "url-with-credentials",

@@ -16,7 +16,7 @@ from reshard.stores.address import StoreKind
 from reshard.stores.file_info import FileInfo
 from reshard.stores.object_stores import ObjectStore, entry_of
 from reshard.stores.path import StorePath
-from reshard.stores.store_errors import DENIED_STATUSES, missing_package, retried, status_of
+from reshard.stores.store_errors import is_denied, missing_package, retry
 
 SMALLEST, LARGEST, PARTS = 5 << 20, 64 << 20, 9_000
 """Part sizes in bytes, and parts per file: S3 allows 10,000 of at least 5 MiB (the last one may be smaller)."""
@@ -38,34 +38,34 @@ class Bucket:
 
     def __init__(self, path: StorePath) -> None:
         self.url = str(path).rstrip("/")
-        there = registry.at(self.url)
+        there = registry.store_at(self.url)
         if not isinstance(there, ObjectStore):
-            raise read_only(self.url)
+            raise not_writable(self.url)
         self._store = there
 
     def listing(self) -> dict[str, FileInfo]:
         """All objects, by name."""
-        with self._asked(self.url, "list"):
-            found = self._store._find(self.url, deep=True)
+        with self._request(self.url, "list"):
+            files = self._store.list_files(self.url, deep=True)
         below = len(self.url) + 1
-        return {url[below:]: entry for url, entry in found.items() if url.startswith(self.url + "/")}
+        return {url[below:]: entry for url, entry in files.items() if url.startswith(self.url + "/")}
 
     def look(self, name: str) -> FileInfo | None:
         """One object, or None."""
-        with self._asked(self.url, "read"), suppress(FileNotFoundError):
-            return entry_of(retried(lambda: self._fs.info(self._key(name))))
+        with self._request(self.url, "read"), suppress(FileNotFoundError):
+            return entry_of(retry(lambda: self._fs.info(self._key(name))))
         return None
 
     def read(self, name: str) -> bytes | None:
         """The content of a small object; None if it does not exist."""
-        with self._asked(self.url, "read"), suppress(FileNotFoundError):
-            return bytes(retried(lambda: self._fs.cat_file(self._key(name))))
+        with self._request(self.url, "read"), suppress(FileNotFoundError):
+            return bytes(retry(lambda: self._fs.cat_file(self._key(name))))
         return None
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small object, and replace an existing one."""
-        with self._asked(self.url, "write"):
-            retried(lambda: self._fs.pipe_file(self._key(name), content))
+        with self._request(self.url, "write"):
+            retry(lambda: self._fs.pipe_file(self._key(name), content))
 
     def create(self, name: str, content: bytes) -> bool:
         """Create a small object; False if it exists. Without an atomic create, one created meanwhile is overwritten."""
@@ -73,7 +73,7 @@ class Bucket:
         if "mode" not in able and self.look(name):
             return False
         how = {"mode": "create"} if "mode" in able else {}
-        with self._asked(self.url, "write"), suppress(FileExistsError):
+        with self._request(self.url, "write"), suppress(FileExistsError):
             self._fs.pipe_file(self._key(name), content, **how)
             return True
         return False
@@ -90,20 +90,20 @@ class Bucket:
         able = signature(getattr(self._fs, "_put_file", self._fs.put_file)).parameters
         wanted = {"max_concurrency": 1, "chunksize": part_size(file.stat().st_size, memory)}
         how = {key: value for key, value in wanted.items() if key in able}
-        passed = _passed(on_bytes, is_stopped)
+        passed = _upload_callback(on_bytes, is_stopped)
 
         def once() -> None:
             passed.rewind()
             self._fs.put_file(str(file), self._key(name), callback=passed, **how)
 
-        with self._asked(f"{self.url}/{name}", "write"):
-            retried(once)
+        with self._request(f"{self.url}/{name}", "write"):
+            retry(once)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove existing objects."""
         keys = [self._key(name) for name in names]
         for begin in range(0, len(keys), OBJECTS_PER_REMOVAL):
-            with self._asked(self.url, "remove"):
+            with self._request(self.url, "remove"):
                 self._fs.rm(keys[begin : begin + OBJECTS_PER_REMOVAL])
 
     def forget(self) -> None:
@@ -116,12 +116,12 @@ class Bucket:
         if call is None:
             return
         bucket, prefix, _ = self._fs.split_path(self._key(""))
-        with suppress(ReshardError), self._asked(self.url, "list"):  # not every user may do this
+        with suppress(ReshardError), self._request(self.url, "list"):  # not every user may do this
             for each in call("list_multipart_uploads", Bucket=bucket, Prefix=prefix).get("Uploads") or ():
                 if each["Key"].removeprefix(f"{prefix.rstrip('/')}/") in names:
                     call("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
 
-    def _asked(self, url: str, what: str) -> AbstractContextManager[None]:
+    def _request(self, url: str, what: str) -> AbstractContextManager[None]:
         return store_requests(url, what, self._store.kind)
 
     @property
@@ -129,7 +129,7 @@ class Bucket:
         return self._store.fs
 
     def _key(self, name: str) -> str:
-        return self._store._key(f"{self.url}/{name}")
+        return self._store.key(f"{self.url}/{name}")
 
 
 def part_size(nbytes: int, memory: int) -> int:
@@ -139,7 +139,7 @@ def part_size(nbytes: int, memory: int) -> int:
     return max(SMALLEST, fitting, needed)
 
 
-def _passed(on_bytes: Callable[[int], None], is_stopped: Callable[[], bool]) -> Any:
+def _upload_callback(on_bytes: Callable[[int], None], is_stopped: Callable[[], bool]) -> Any:
     """A callback for fsspec that counts the bytes sent, and ends the upload when the run is stopped."""
     from fsspec.callbacks import Callback
 
@@ -172,7 +172,7 @@ def store_requests(url: str, what: str, kind: StoreKind) -> Iterator[None]:
         if what == "read":
             raise
         if what != "write":
-            raise _wrong_answer(url, said(error)) from _passing()
+            raise _wrong_answer(url, said(error)) from _temporary_cause()
         raise ReshardError(
             "bucket-not-found",
             "this bucket does not exist",
@@ -183,15 +183,10 @@ def store_requests(url: str, what: str, kind: StoreKind) -> Iterator[None]:
     except ImportError as error:
         raise missing_package(url, kind, error) from error
     except ReshardError as error:
-        raise error from error.__cause__ if isinstance(error.__cause__, OSError) else _passing()
+        raise error from error.__cause__ if isinstance(error.__cause__, OSError) else _temporary_cause()
     except Exception as error:
         found = said(error)
-        is_denied = (
-            isinstance(error, PermissionError)
-            or status_of(error) in DENIED_STATUSES
-            or "Credential" in str(type(error))
-        )
-        if is_denied:
+        if is_denied(error):
             raise ReshardError(
                 "store-access-denied",
                 f"the store does not let this user {what} here",
@@ -199,7 +194,7 @@ def store_requests(url: str, what: str, kind: StoreKind) -> Iterator[None]:
                 found=found,
                 remedy=kind.sign_in,
             ) from None
-        raise _wrong_answer(url, found) from _passing()
+        raise _wrong_answer(url, found) from _temporary_cause()
 
 
 def _wrong_answer(url: str, found: str) -> ReshardError:
@@ -212,11 +207,11 @@ def _wrong_answer(url: str, found: str) -> ReshardError:
     )
 
 
-def _passing() -> OSError:
+def _temporary_cause() -> OSError:
     return OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def read_only(url: str) -> ReshardError:
+def not_writable(url: str) -> ReshardError:
     """The error for a URL that cannot be written to."""
     is_hub = url.startswith("hf://")
     return ReshardError(

@@ -6,19 +6,6 @@ from datetime import datetime, timezone
 from typing import NamedTuple
 
 
-class FileInfo(NamedTuple):
-    """A file or folder as a store reports it; `modified` is in nanoseconds, 0 if unknown."""
-
-    size: int = 0
-    modified: int = 0
-    identity: str = ""
-    """The version, ETag or commit: it changes with the bytes."""
-    is_folder: bool = False
-
-
-ANY_FOLDER = FileInfo(is_folder=True)
-
-
 class Stamp(NamedTuple):
     """What distinguishes states of a file, as far as the system records it.
 
@@ -44,3 +31,20 @@ class Stamp(NamedTuple):
         known = f", modified {modified}" if self.modified else ""
         name = "inode" if isinstance(self.identity, int) else "version"
         return f"{self.size:,} bytes{known}" + (f", {name} {self.identity}" if self.identity else "")
+
+
+class FileInfo(NamedTuple):
+    """A file or folder as a store reports it; `modified` is in nanoseconds, 0 if unknown."""
+
+    size: int = 0
+    modified: int = 0
+    identity: str = ""
+    """The version, ETag or commit: it changes with the bytes."""
+    is_folder: bool = False
+
+    def stamp(self) -> Stamp:
+        """The state of the file."""
+        return Stamp(self.size, self.modified, self.identity)
+
+
+ANY_FOLDER = FileInfo(is_folder=True)

@@ -12,20 +12,21 @@ from urllib.parse import unquote, urlsplit
 
 from reshard.base import schemes
 from reshard.base.errors import ReshardError
-from reshard.stores.address import Address, StoreKind, shown_address, with_password
+from reshard.stores.address import Address, StoreKind, normalized_url, url_with_password
 from reshard.stores.checkpoint_names import declared
 from reshard.stores.file_info import FileInfo
+from reshard.stores.open_file import LocalFile
 from reshard.stores.range_responses import TIMEOUT_SECONDS, RangeRequest, ResponseBody
-from reshard.stores.store import Store
-from reshard.stores.store_errors import retried
+from reshard.stores.remote_file import RemoteStore
+from reshard.stores.store_errors import retry
 
 REPOSITORY_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PAGE = re.compile(r"/([^/]+/[^/]+?)(?:/tree/([^/]+))?/?")
 _PASSWORD = re.compile(r"[^@]*:.*@|[^/@]*@")
-_SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
+_SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]{40}/?$")
 
 
-class HubStore(Store):
+class HubStore(RemoteStore):
     """A repository. A branch or tag is resolved once, so that all bytes belong to one commit."""
 
     kind = StoreKind(
@@ -41,8 +42,8 @@ class HubStore(Store):
         """A revision may be behind an @, but not a repository."""
         scheme, _, rest = url.partition("://")
         if _PASSWORD.match(rest):
-            raise with_password(scheme, cls.kind)
-        return Address(scheme, shown_address(scheme, rest, cls.kind))
+            raise url_with_password(scheme, cls.kind)
+        return Address(scheme, normalized_url(scheme, rest, cls.kind))
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -55,7 +56,7 @@ class HubStore(Store):
     @cached_property
     def commit(self) -> str:
         """The commit of the revision. Raises ReshardError if it does not exist."""
-        with self.translated(self.url):
+        with self.read_errors(self.url):
             from huggingface_hub import HfApi, constants
             from huggingface_hub.errors import (
                 GatedRepoError,
@@ -65,11 +66,11 @@ class HubStore(Store):
             )
 
             if constants.HF_HUB_OFFLINE:
-                if folder := cached(self.name, self.revision):
+                if folder := cached_folder(self.name, self.revision):
                     return folder.name
                 raise self._offline()
             try:
-                info = retried(lambda: HfApi().repo_info(self.name, revision=self.revision or None))
+                info = retry(lambda: HfApi().repo_info(self.name, revision=self.revision or None))
             except OfflineModeIsEnabled:
                 raise self._offline() from None
             except GatedRepoError:
@@ -105,14 +106,14 @@ class HubStore(Store):
         """All files of the commit, by path."""
         from huggingface_hub import HfApi, constants
 
-        if constants.HF_HUB_OFFLINE and (folder := cached(self.name, self.commit)):
+        if constants.HF_HUB_OFFLINE and (folder := cached_folder(self.name, self.commit)):
             blobs = {path: path.resolve() for path in folder.rglob("*") if path.is_file()}
             return {
                 path.relative_to(folder).as_posix(): FileInfo(blob.stat().st_size, 0, blob.name)
                 for path, blob in blobs.items()
             }
-        with self.translated(self.url):
-            tree = retried(
+        with self.read_errors(self.url):
+            tree = retry(
                 lambda: list(HfApi().list_repo_tree(self.name, recursive=True, revision=self.commit))
             )
         return {
@@ -124,11 +125,11 @@ class HubStore(Store):
     def _in(self, url: str) -> str:
         return url[len(self.url) + 1 :]
 
-    def _find(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
-        found = {f"{self.url}/{path}": entry for path, entry in self._files.items()}
-        return {url: entry for url, entry in found.items() if url == root or url.startswith(root + "/")}
+    def list_files(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
+        entries = {f"{self.url}/{path}": entry for path, entry in self._files.items()}
+        return {url: entry for url, entry in entries.items() if url == root or url.startswith(root + "/")}
 
-    def _look(self, url: str) -> FileInfo | None:
+    def look_up(self, url: str) -> FileInfo | None:
         return self._files.get(self._in(url))
 
     def fetch(self, wanted: RangeRequest) -> bytes:
@@ -137,11 +138,8 @@ class HubStore(Store):
         path = self._in(wanted.url)
         local = try_to_load_from_cache(self.name, path, revision=self.commit)
         if isinstance(local, str):
-            descriptor = os.open(local, os.O_RDONLY)
-            try:
-                return os.pread(descriptor, wanted.end - wanted.begin, wanted.begin)
-            finally:
-                os.close(descriptor)
+            with LocalFile(local) as file:
+                return file.read(wanted.begin, wanted.end - wanted.begin)
         return _downloaded(hf_hub_url(self.name, path, revision=self.commit), wanted)
 
 
@@ -172,7 +170,7 @@ def _downloaded(url: str, wanted: RangeRequest) -> bytes:
         return body.content()
 
 
-def cached(name: str, revision: str = "") -> Path | None:
+def cached_folder(name: str, revision: str = "") -> Path | None:
     """The folder in the local cache for a repository at a revision, if its weights are there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -185,16 +183,10 @@ def cached(name: str, revision: str = "") -> Path | None:
     return None
 
 
-def url_of(folder: Path) -> str:
-    """The URL, with the commit, of a model in a folder of the local cache; the path of any other folder."""
-    found = _SNAPSHOT.search(str(folder))
-    return f"hf://{found[1]}/{found[2]}@{found[3]}" if found else str(folder)
-
-
-def name_of(folder: Path) -> str:
-    """The Hub id of such a model, with which others can load it too; the path of any other folder."""
-    found = _SNAPSHOT.search(str(folder))
-    return f"{found[1]}/{found[2]}" if found else str(folder)
+def model_name(folder: Path) -> str:
+    """The Hub id of a model in a folder of the local cache; the path of any other folder."""
+    snapshot = _SNAPSHOT.search(str(folder))
+    return f"{snapshot[1]}/{snapshot[2]}" if snapshot else str(folder)
 
 
 def url_of_page(url: str) -> str | None:
@@ -218,4 +210,4 @@ def may_have(typed: str) -> bool:
         from huggingface_hub import constants
     except ImportError:
         return False
-    return not constants.HF_HUB_OFFLINE or cached(typed) is not None
+    return not constants.HF_HUB_OFFLINE or cached_folder(typed) is not None

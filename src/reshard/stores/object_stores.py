@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from reshard.base import schemes
-from reshard.stores.address import Address, StoreKind, shown_address, with_password
+from reshard.stores.address import Address, StoreKind, normalized_url, url_with_password
 from reshard.stores.file_info import ANY_FOLDER, FileInfo
 from reshard.stores.range_responses import RangeRequest
-from reshard.stores.store import Store
-from reshard.stores.store_errors import retried
+from reshard.stores.remote_file import RemoteStore
+from reshard.stores.store_errors import retry
 
 PASSWORD_PATTERN = r"(?!arn:)[^/@:]*:.*@"
 
@@ -23,7 +23,7 @@ TIME_KEYS = ("LastModified", "last_modified", "updated", "mtime")
 """Keys of the packages for the time of the last change. Without one of either kind, only the size shows a change."""
 
 
-class ObjectStore(Store):
+class ObjectStore(RemoteStore):
     """A bucket, read through its package for fsspec. Its packages take no user from a URL."""
 
     user: ClassVar[re.Pattern[str]] = re.compile(
@@ -36,13 +36,13 @@ class ObjectStore(Store):
         """Only web servers have queries: in names of objects, `?` and `#` are characters like any other."""
         scheme, _, rest = url.partition("://")
         if cls.user.match(rest):
-            raise with_password(scheme, cls.kind)
-        return Address(scheme, shown_address(scheme, rest, cls.kind))
+            raise url_with_password(scheme, cls.kind)
+        return Address(scheme, normalized_url(scheme, rest, cls.kind))
 
     @cached_property
     def fs(self) -> Any:
         """The file system of fsspec."""
-        with self.translated(self.url):
+        with self.read_errors(self.url):
             from fsspec import register_implementation
             from fsspec.core import url_to_fs
 
@@ -51,34 +51,35 @@ class ObjectStore(Store):
                 register_implementation(scheme, self.kind.file_system, clobber=True)
             return url_to_fs(self.url, use_listings_cache=False)[0]
 
-    def _key(self, url: str) -> str:
+    def key(self, url: str) -> str:
+        """The name by which the package knows the object at a URL."""
         return str(self.fs._strip_protocol(url))
 
-    def _find(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
-        base = len(self._key(self.url))
-        with self.translated(root):
+    def list_files(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
+        base = len(self.key(self.url))
+        with self.read_errors(root):
             try:
-                found = retried(
+                objects = retry(
                     lambda: (
-                        self.fs.find(self._key(root), detail=True)
+                        self.fs.find(self.key(root), detail=True)
                         if deep
-                        else {each["name"]: each for each in self.fs.ls(self._key(root), detail=True)}
+                        else {each["name"]: each for each in self.fs.ls(self.key(root), detail=True)}
                     )
                 )
             except (FileNotFoundError, NotADirectoryError):
                 return {}
-        return {self.url + name[base:].rstrip("/"): entry_of(info) for name, info in found.items()}
+        return {self.url + name[base:].rstrip("/"): entry_of(info) for name, info in objects.items()}
 
-    def _look(self, url: str) -> FileInfo | None:
-        with self.translated(url):
+    def look_up(self, url: str) -> FileInfo | None:
+        with self.read_errors(url):
             try:
-                return entry_of(retried(lambda: self.fs.info(self._key(url))))
+                return entry_of(retry(lambda: self.fs.info(self.key(url))))
             except FileNotFoundError:
                 return None
 
     def fetch(self, wanted: RangeRequest) -> bytes:
         # These packages do not pass the headers on: a new version is noticed when the store is listed again.
-        content: bytes = self.fs.cat_file(self._key(wanted.url), start=wanted.begin, end=wanted.end)
+        content: bytes = self.fs.cat_file(self.key(wanted.url), start=wanted.begin, end=wanted.end)
         return content
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
 
 from reshard.base.errors import ReshardError
 from reshard.stores.file_info import Stamp
@@ -21,33 +20,37 @@ _KINDS = {
 }
 
 
-class OpenFile(Protocol):
+class OpenFile(ABC):
     """A file open for reading at any offset, from several threads."""
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
+        return self.stamp().size
 
+    @abstractmethod
     def stamp(self) -> Stamp:
         """The state of the file."""
 
+    @abstractmethod
     def read(self, at: int, count: int) -> bytes:
         """Bytes `at` to `at + count`, or fewer if the file ends before. Raises OSError."""
 
+    @abstractmethod
     def fill(self, parts: Iterable[tuple[int, memoryview]]) -> int | None:
         """Fill each buffer from its offset in the file. If the file ends too early, return the end that was expected.
 
         Raises OSError.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # files of stores have nothing to close
         """Close the file."""
 
-    def __enter__(self) -> OpenFile: ...
+    def __enter__(self) -> OpenFile:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _link_to_nothing(link: Path) -> ReshardError:
@@ -60,7 +63,7 @@ def _link_to_nothing(link: Path) -> ReshardError:
     )
 
 
-class LocalFile:
+class LocalFile(OpenFile):
     """A file of a local file system.
 
     It is read, not mapped: a mapped page that cannot be read kills the process.
@@ -85,10 +88,6 @@ class LocalFile:
             )
         self._path = str(path)
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-
-    @property
-    def size(self) -> int:
-        return self.stamp().size
 
     def stamp(self) -> Stamp:
         """The stamp of the open file: opening it makes a file server check its state."""
@@ -132,14 +131,6 @@ class LocalFile:
             os.close(self._descriptor)
         except OSError as error:  # file servers report some failures only now
             raise self._named(error) from None
-
-    def __enter__(self) -> LocalFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _read_into(descriptor: int, out: memoryview, offset: int) -> int:

@@ -20,9 +20,7 @@ from typing import IO, Any
 from reshard.stores import hub, registry
 from reshard.stores.file_info import FileInfo
 from reshard.stores.open_file import LocalFile, OpenFile
-from reshard.stores.orbax import arrays_in
-from reshard.stores.remote_file import RemoteFile
-from reshard.stores.tar_store import inside
+from reshard.stores.tar_store import ArchiveStore
 
 
 class StorePath(PosixPath):
@@ -35,41 +33,40 @@ class StorePath(PosixPath):
     def opened(self) -> OpenFile:
         """The file, open for reading. Raises OSError if it does not exist."""
         url, entry = str(self), self._status()
-        store = registry.at(url)
-        return store.opened(url, entry) or RemoteFile(url, entry, store)
+        return registry.store_at(url).opened(url, entry)
 
     def _entry(self) -> FileInfo | None:
         url = str(self)
-        return registry.at(url).entry(url)
+        return registry.store_at(url).entry(url)
 
     def _status(self) -> FileInfo:
-        found = self._entry()
-        if found is None or found.is_folder:
-            code = ENOENT if found is None else EISDIR
+        entry = self._entry()
+        if entry is None or entry.is_folder:
+            code = ENOENT if entry is None else EISDIR
             raise OSError(code, os.strerror(code), str(self))
-        return found
+        return entry
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:
         return self._entry() is not None
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        found = self._entry()
-        return found is not None and not found.is_folder
+        entry = self._entry()
+        return entry is not None and not entry.is_folder
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        found = self._entry()
-        return found is not None and found.is_folder
+        entry = self._entry()
+        return entry is not None and entry.is_folder
 
     def is_symlink(self) -> bool:
         return False
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        found = self._entry()
-        if found is None:
+        entry = self._entry()
+        if entry is None:
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(self))
-        mode = (stat.S_IFDIR | 0o555) if found.is_folder else (stat.S_IFREG | 0o444)
-        seconds = found.modified // 10**9
-        return os.stat_result((mode, 0, 0, 1, 0, 0, found.size, seconds, seconds, seconds))
+        mode = (stat.S_IFDIR | 0o555) if entry.is_folder else (stat.S_IFREG | 0o444)
+        seconds = entry.modified // 10**9
+        return os.stat_result((mode, 0, 0, 1, 0, 0, entry.size, seconds, seconds, seconds))
 
     def lstat(self) -> os.stat_result:
         return self.stat()
@@ -77,7 +74,7 @@ class StorePath(PosixPath):
     def iterdir(self) -> Generator[StorePath, None, None]:
         if not self.is_dir():
             raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(self))
-        return (self / name for name in registry.at(str(self)).children(str(self)))
+        return (self / name for name in registry.store_at(str(self)).children(str(self)))
 
     def glob(self, pattern: str | PathLike[str], **how: Any) -> Iterator[StorePath]:  # type: ignore[override]
         return self._matching(Path(pattern).parts)
@@ -92,7 +89,7 @@ class StorePath(PosixPath):
         first, rest = parts[0], parts[1:]
         if first == "**":
             yield from self._matching(rest)
-        names = registry.at(str(self)).children(str(self)) if self.is_dir() else []
+        names = registry.store_at(str(self)).children(str(self)) if self.is_dir() else []
         for name in names:  # a path is made only of a name that matches: folders have many
             if first == "**":
                 if (child := self / name).is_dir():
@@ -180,10 +177,10 @@ def typed_path(typed: str | PathLike[str]) -> Path:
     if isinstance(typed, Path):
         return typed
     text = os.fspath(typed)
-    return StorePath(registry.connect(text)) if registry.is_url(text) else at_home(text)
+    return StorePath(registry.connect(text)) if registry.is_url(text) else expanded_path(text)
 
 
-def at_home(text: str) -> Path:
+def expanded_path(text: str) -> Path:
     """A local path with a leading `~` expanded. One that names no user is a name like any other.
 
     Raises ReshardError for a URL.
@@ -202,19 +199,14 @@ def source_path(typed: str | PathLike[str]) -> Path:
     return typed_path(typed)
 
 
-def contents_of(archive: Path) -> Path:
-    """The contents of a tar archive on a disk, as a folder."""
-    return StorePath(inside(archive))
+def homes_of(path: Path) -> list[Path]:
+    """`path`, and the paths that what is inside it has in stores, as the members of an archive have."""
+    return [path, *(StorePath(url) for url in registry.urls_inside(path))]
 
 
-def arrays_of(folder: Path) -> Path:
-    """The arrays in a folder of Orbax, as a folder."""
-    return StorePath(arrays_in(folder))
-
-
-def entered(archive: Path) -> Path:
-    """The same; the next question about anything in it lists the archive again."""
-    return StorePath(registry.connect(inside(archive)))
+def archive_folder(archive: Path) -> Path:
+    """The contents of a tar archive on a disk, as a folder. The next question about it lists the archive again."""
+    return StorePath(registry.connect(ArchiveStore.inside(archive)))
 
 
 def as_path(kept: str | PathLike[str]) -> Path:

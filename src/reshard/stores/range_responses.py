@@ -11,7 +11,7 @@ import time
 from typing import NamedTuple
 
 from reshard.base.errors import ReshardError
-from reshard.stores.file_info import FileInfo, Stamp
+from reshard.stores.file_info import FileInfo
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
@@ -43,17 +43,17 @@ class RangeRequest(NamedTuple):
             raise self._other(content_range)
         return size
 
-    def check_state(self, found: FileInfo) -> None:
+    def check_state(self, answered: FileInfo) -> None:
         """Raise ReshardError if an answer is of another version of the file: by its ETag, or else its time."""
         if self.known is None:
             return
         is_same = (
-            found.identity == self.known.identity
-            if found.identity or self.known.identity
-            else found.modified == self.known.modified
+            answered.identity == self.known.identity
+            if answered.identity or self.known.identity
+            else answered.modified == self.known.modified
         )
         if not is_same:
-            raise self.changed(found)
+            raise self.changed(answered)
 
     def check_coding(self, coding: str | None) -> None:
         """Raise ReshardError if a server compressed its answer, although it was asked not to."""
@@ -83,15 +83,15 @@ class RangeRequest(NamedTuple):
         if is_end and received < count:
             raise ConnectionError(f"{received:,} of {count:,} bytes received from byte {self.begin:,}")
 
-    def changed(self, found: FileInfo | None) -> ReshardError:
+    def changed(self, answered: FileInfo | None) -> ReshardError:
         """The error for an answer about another version of the file."""
         return ReshardError(
             "source-changed",
             "a source changed while it was read",
             file=self.url,
             rule="the source must not change during the run",
-            expected=str(Stamp(*self.known[:3])) if self.known else None,
-            found=str(Stamp(*found[:3])) if found else "it is shorter",
+            expected=str(self.known.stamp()) if self.known else None,
+            found=str(answered.stamp()) if answered else "it is shorter",
             remedy="wait until nothing writes to the source any more, then run the same command again",
         )
 

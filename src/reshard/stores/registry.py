@@ -10,18 +10,15 @@ from threading import RLock
 from reshard.base.errors import ReshardError
 from reshard.stores.address import Address
 from reshard.stores.hub import HubStore, url_of_page
+from reshard.stores.local_store import LocalStore
 from reshard.stores.object_stores import OBJECT_STORES, ObjectStore
-from reshard.stores.orbax import ArrayFolder, OrbaxStore, arrays_in
 from reshard.stores.s3 import S3
 from reshard.stores.store import Store
 from reshard.stores.tar_store import ArchiveStore
 from reshard.stores.web import WebStore
 
-STORES: tuple[type[Store], ...] = (
-    *(S3, *OBJECT_STORES, HubStore, WebStore),
-    *(ArchiveStore, OrbaxStore),
-)
-"""All kinds of stores."""
+STORES: tuple[type[Store], ...] = (S3, *OBJECT_STORES, HubStore, WebStore, ArchiveStore)
+"""The kinds of stores of this package. Others are added by `register`."""
 
 WRITABLE = [kind.kind.schemes[0] for kind in STORES if issubclass(kind, ObjectStore)]
 """A scheme of each kind that can be written."""
@@ -29,16 +26,24 @@ WRITABLE = [kind.kind.schemes[0] for kind in STORES if issubclass(kind, ObjectSt
 SCHEMES = {scheme: each for each in STORES for scheme in each.kind.schemes}
 """The kind of store behind each scheme."""
 
-_URL = re.compile(rf"({'|'.join(SCHEMES)})://")
-_FOREIGN = re.compile(rf"[a-z][\w+.-]*://|({'|'.join(SCHEMES)})(:/|//)", re.IGNORECASE)
-
 _stores: dict[str, Store] = {}
 _lock = RLock()
 
 
+def register(kind: type[Store]) -> None:
+    """Open URLs with the schemes of another kind of store from now on."""
+    SCHEMES.update(dict.fromkeys(kind.kind.schemes, kind))
+
+
+def urls_inside(path: Path) -> list[str]:
+    """The URLs that the content of a file or folder has in each kind of store that shows what is inside one."""
+    return [kind.inside(path) for kind in SCHEMES.values() if issubclass(kind, LocalStore)]
+
+
 def is_url(text: str) -> bool:
     """Whether a text begins like the URL of a store."""
-    return _URL.match(text) is not None
+    scheme, separator, _ = text.partition("://")
+    return bool(separator) and scheme in SCHEMES
 
 
 def store_class(url: str) -> type[Store]:
@@ -46,7 +51,7 @@ def store_class(url: str) -> type[Store]:
     return SCHEMES[url.partition("://")[0]]
 
 
-def parsed(url: str) -> Address:
+def parse_address(url: str) -> Address:
     """The parts of a store's URL, or of a model's page on the Hub. Raises ReshardError if it names nothing."""
     url = url_of_page(url) or url
     return store_class(url).address(url)
@@ -54,7 +59,7 @@ def parsed(url: str) -> Address:
 
 def check_local(text: str) -> None:
     """Raise ReshardError for a URL where a path on this machine is needed, and for one that no store has."""
-    if _FOREIGN.match(text):
+    if re.match(rf"[a-z][\w+.-]*://|({'|'.join(SCHEMES)})(:/|//)", text, re.IGNORECASE):
         known, stores = is_url(text), ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise ReshardError(
             "path-not-local" if known else "url-names-nothing",
@@ -67,41 +72,38 @@ def check_local(text: str) -> None:
 
 def connect(typed: str) -> str:
     """Have everything below a typed URL listed when it is next asked for. Returns the URL as it may be shown."""
-    place = parsed(typed)
-    made = SCHEMES[place.scheme].holding(place)
+    place = parse_address(typed)
+    made = SCHEMES[place.scheme].containing(place)
     with _lock:
         before = _stores.get(made.url)
         if before is None or type(before) is not type(made):
             before = _stores[made.url] = made
         before.begin(place)
-    return place.shown
+    return place.url
 
 
-def container(folder: Path) -> ArrayFolder:
-    """The arrays in a folder of Orbax, as it is now; what was decoded of them before is forgotten."""
-    made = OrbaxStore(arrays_in(folder))
+def replace(made: Store) -> Store | None:
+    """Use a store for its URL from now on. Returns the one that was used before."""
     with _lock:
         before = _stores.get(made.url)
-        if isinstance(before, OrbaxStore):
-            before.forget()
         _stores[made.url] = made
-    return made.container
+        return before
 
 
-def at(url: str) -> Store:
+def store_at(url: str) -> Store:
     """The store that contains a path."""
     with _lock:
-        found = _known(url)
-        if found is None:
-            place = parsed(url)
-            found = SCHEMES[place.scheme].holding(place)
-            _stores[found.url] = found
-        return found
+        store = _known(url)
+        if store is None:
+            place = parse_address(url)
+            store = SCHEMES[place.scheme].containing(place)
+            _stores[store.url] = store
+        return store
 
 
 def refresh(urls: Iterable[str]) -> None:
     """Make the stores of some paths report their present state from now on."""
-    for each in {id(found): found for found in map(at, urls)}.values():
+    for each in {id(store): store for store in map(store_at, urls)}.values():
         each.refresh()
 
 
@@ -113,7 +115,7 @@ def forget() -> None:
 
 def _known(url: str) -> Store | None:
     while url:
-        if found := _stores.get(url):
-            return found
+        if store := _stores.get(url):
+            return store
         url = url.rpartition("/")[0]
     return None

@@ -8,18 +8,19 @@ share one.
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import itemgetter
 from threading import Lock
-from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 from reshard.stores.file_info import FileInfo, Stamp
+from reshard.stores.open_file import OpenFile
 from reshard.stores.range_responses import RangeRequest
 from reshard.stores.store import Store
-from reshard.stores.store_errors import retried
+from reshard.stores.store_errors import retry
 
 MAX_GAP_BYTES = 1 << 20
 """Two parts with more unused bytes than this between them are read in separate requests."""
@@ -48,26 +49,45 @@ _pools: dict[int, ThreadPoolExecutor] = {}
 _lock = Lock()
 
 
-class RemoteFile:
+class RemoteStore(Store):
+    """A store on other machines, whose files are read in ranges."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.heads: dict[str, list[tuple[int, bytes]]] = {}
+        """The first bytes of files, kept until the store is listed again."""
+        self.ahead: dict[tuple[str, int, int], bytes] = {}
+        """Bytes fetched before they are read, by file, begin and end. Reading them removes them."""
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.heads.clear()
+        self.ahead.clear()
+
+    def opened(self, url: str, entry: FileInfo) -> OpenFile:
+        return RemoteFile(url, entry, self)
+
+    @abstractmethod
+    def fetch(self, wanted: RangeRequest) -> bytes:
+        """A range of bytes of a file, in one request. Raises ReshardError for those of another range or version."""
+
+
+class RemoteFile(OpenFile):
     """A file of a store."""
 
-    def __init__(self, url: str, entry: FileInfo, store: Store) -> None:
-        self._url, self._entry, self._store = url, entry, store
-        self._kept = list(self._store.heads.get(url, ()))
+    def __init__(self, url: str, entry: FileInfo, store: RemoteStore) -> None:
+        self._url, self._entry, self.store = url, entry, store
+        self._kept = list(self.store.heads.get(url, ()))
         """Bytes received already, with their offsets: headers are read in several steps."""
 
-    @property
-    def size(self) -> int:
-        return self._entry.size
-
     def stamp(self) -> Stamp:
-        return Stamp(self._entry.size, self._entry.modified, self._entry.identity)
+        return self._entry.stamp()
 
     def read(self, at: int, count: int) -> bytes:
         end = min(at + count, self.size)
         if end <= at:
             return b""
-        if ahead := self._store.ahead.pop((self._url, at, end), None):
+        if ahead := self.store.ahead.pop((self._url, at, end), None):
             return ahead
         begin, content = next(
             (
@@ -85,21 +105,21 @@ class RemoteFile:
             ranges = [
                 (first, min(first + MAX_REQUEST_BYTES, end)) for first in range(begin, end, MAX_REQUEST_BYTES)
             ]
-            return content + b"".join(side_by_side([partial(self._fetch, *each) for each in ranges]))
+            return content + b"".join(run_in_parallel([partial(self._fetch, *each) for each in ranges]))
         more = self._fetch(begin, reach)
         self._kept = [*self._kept[-READS_KEPT:], (begin, more)]
-        if begin == 0 and len(self._store.heads) < MAX_HEADS_BYTES // MIN_READ_BYTES:
-            self._store.heads[self._url] = [(0, more)]
+        if begin == 0 and len(self.store.heads) < MAX_HEADS_BYTES // MIN_READ_BYTES:
+            self.store.heads[self._url] = [(0, more)]
         return content + more[: end - begin]
 
     def fill(self, parts: Iterable[FilePart]) -> int | None:
         parts = list(parts)
         if (end := max((offset + len(out) for offset, out in parts), default=0)) > self.size:
             return end
-        side_by_side(self.filling(parts))
+        run_in_parallel(self.fill_requests(parts))
         return None
 
-    def filling(self, parts: Iterable[FilePart]) -> list[Callable[[], object]]:
+    def fill_requests(self, parts: Iterable[FilePart]) -> list[Callable[[], object]]:
         """Functions that fill the memory of `parts`, all of which are inside the file: one for each request."""
         return [partial(self._fill, group) for group in _grouped(sorted(parts, key=itemgetter(0)))]
 
@@ -109,25 +129,14 @@ class RemoteFile:
             out[:] = content[offset - group.begin : offset - group.begin + len(out)]
 
     def _fetch(self, begin: int, end: int) -> bytes:
-        with self._store.translated(self._url):
-            return retried(lambda: self._once(begin, end))
+        with self.store.read_errors(self._url):
+            return retry(lambda: self._once(begin, end))
 
     def _once(self, begin: int, end: int) -> bytes:
         wanted = RangeRequest(self._url, begin, end, self._entry)
-        content = self._store.fetch(wanted)
+        content = self.store.fetch(wanted)
         wanted.check_length(self.size, len(content))
         return content
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> RemoteFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _MergedRange(NamedTuple):
@@ -160,7 +169,7 @@ def _cut(parts: Iterable[FilePart]) -> Iterator[FilePart]:
             yield offset + at, out[at : at + MAX_REQUEST_BYTES]
 
 
-def side_by_side(requests: Sequence[Callable[[], T]]) -> list[T]:
+def run_in_parallel(requests: Sequence[Callable[[], T]]) -> list[T]:
     """The results of requests, many of them made at a time."""
     if len(requests) == 1:
         return [requests[0]()]

@@ -27,7 +27,7 @@ class S3(ObjectStore):
 
     async def _fetched(self, wanted: RangeRequest) -> bytes:
         """Not by the `cat_file` of s3fs, which does not compare the range and the ETag of an answer."""
-        bucket, key, version = self.fs.split_path(self._key(wanted.url))
+        bucket, key, version = self.fs.split_path(self.key(wanted.url))
         of_version = {"VersionId": version} if version else {}
         span = f"bytes={wanted.begin}-{wanted.end - 1}"
         answer = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, Range=span, **of_version)

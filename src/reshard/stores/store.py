@@ -14,8 +14,7 @@ from typing import ClassVar
 from reshard.stores.address import Address, StoreKind
 from reshard.stores.file_info import ANY_FOLDER, FileInfo
 from reshard.stores.open_file import OpenFile
-from reshard.stores.range_responses import RangeRequest
-from reshard.stores.store_errors import translated
+from reshard.stores.store_errors import read_errors
 
 
 class Store(ABC):
@@ -30,22 +29,22 @@ class Store(ABC):
         """The parts of a URL of this kind. Raises ReshardError if it names nothing."""
 
     @classmethod
-    def holding(cls, place: Address) -> Store:
+    def containing(cls, place: Address) -> Store:
         """The store that contains an address."""
-        return cls("/".join(place.shown.split("/")[: 2 + cls.depth]))
+        return cls("/".join(place.url.split("/")[: 2 + cls.depth]))
 
     @classmethod
     def top(cls, url: str) -> int:
         """The number of parts, after the scheme, of the URL of the store that contains `url`."""
         return cls.depth
 
-    def opened(self, url: str, entry: FileInfo) -> OpenFile | None:
-        """The file at `url`, if it is not read in ranges by `fetch`."""
-        return None
+    @abstractmethod
+    def opened(self, url: str, entry: FileInfo) -> OpenFile:
+        """The file at `url`, open for reading. Raises OSError."""
 
-    def translated(self, url: str) -> AbstractContextManager[None]:
-        """Turns the errors of the package that opens the store into those of reshard; see `errors.translated`."""
-        return translated(url, self.kind)
+    def read_errors(self, url: str) -> AbstractContextManager[None]:
+        """Turns the errors of the package that opens the store into those of reshard; see `store_errors`."""
+        return read_errors(url, self.kind)
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -54,15 +53,11 @@ class Store(ABC):
         self._children: dict[str, list[str]] = {}
         """The names in folders outside all typed URLs, as the folder of a typed file is."""
         self._lock = RLock()
-        self.heads: dict[str, list[tuple[int, bytes]]] = {}
-        """The first bytes of files, kept until the store is listed again."""
-        self.ahead: dict[tuple[str, int, int], bytes] = {}
-        """Bytes fetched before they are read, by file, begin and end. Reading them removes them."""
 
     def begin(self, typed: Address) -> None:
         """Make the next question about anything below a typed URL list it, whatever was known."""
         with self._lock:
-            self._listed[typed.shown] = None
+            self._listed[typed.url] = None
             self._forget()
 
     def refresh(self) -> None:
@@ -72,8 +67,8 @@ class Store(ABC):
             self._forget()
 
     def _forget(self) -> None:
-        for kept in (self._outside, self._children, self.heads, self.ahead):
-            kept.clear()
+        self._outside.clear()
+        self._children.clear()
 
     def entry(self, url: str) -> FileInfo | None:
         """The file or folder at `url`, or None. Raises ReshardError if the store does not answer."""
@@ -81,10 +76,10 @@ class Store(ABC):
             if listing := self._listing(url):
                 return listing.entries.get(url)
             above = (root for root in self._listed if root.startswith(url + "/"))
-            if any((found := self._listed[root]) and found.entries for root in above):
+            if any((listed := self._listed[root]) and listed.entries for root in above):
                 return ANY_FOLDER
             if url not in self._outside:
-                self._outside[url] = self._look(url)
+                self._outside[url] = self.look_up(url)
             return self._outside[url]
 
     def children(self, url: str) -> list[str]:
@@ -93,31 +88,27 @@ class Store(ABC):
             if listing := self._listing(url):
                 return listing.children.get(url, [])
             if url not in self._children:
-                found = self._find(url, deep=False)
-                self._children[url] = sorted({each[len(url) + 1 :].split("/")[0] for each in found})
+                files = self.list_files(url, deep=False)
+                self._children[url] = sorted({each[len(url) + 1 :].split("/")[0] for each in files})
             return self._children[url]
 
     def _listing(self, url: str) -> Listing | None:
         """The listing that covers `url`, made now if necessary; None if no typed URL does."""
         for root in self._listed:
             if url == root or url.startswith(root + "/"):
-                found = self._listed[root]
-                if found is None:
-                    found = self._listed[root] = Listing(root, self._find(root, deep=True))
-                return found
+                listing = self._listed[root]
+                if listing is None:
+                    listing = self._listed[root] = Listing(root, self.list_files(root, deep=True))
+                return listing
         return None
 
     @abstractmethod
-    def _find(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
+    def list_files(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
         """All files at or below `root`, by URL; without `deep`, the files and folders directly in it."""
 
     @abstractmethod
-    def _look(self, url: str) -> FileInfo | None:
+    def look_up(self, url: str) -> FileInfo | None:
         """The entry at a single URL; None if there is nothing."""
-
-    @abstractmethod
-    def fetch(self, wanted: RangeRequest) -> bytes:
-        """A range of bytes of a file, in one request. Raises ReshardError for those of another range or version."""
 
 
 class Listing:

@@ -29,10 +29,10 @@ def status_of(error: BaseException) -> int | None:
     while seen is not None:
         response = getattr(seen, "response", None)
         if isinstance(response, dict):
-            found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         else:
-            found = getattr(response, "status_code", None)
-        for value in (found, *(getattr(seen, name, None) for name in ("status", "status_code", "code"))):
+            status = getattr(response, "status_code", None)
+        for value in (status, *(getattr(seen, name, None) for name in ("status", "status_code", "code"))):
             if isinstance(value, int) and 100 <= value < 600:
                 return value
         if _of_package(seen):
@@ -41,7 +41,16 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def may_pass(error: Exception) -> bool:
+def is_denied(error: Exception) -> bool:
+    """Whether the store does not know the user, or does not let it do this."""
+    return (
+        isinstance(error, PermissionError)
+        or status_of(error) in DENIED_STATUSES
+        or "Credential" in type(error).__name__
+    )
+
+
+def is_transient(error: Exception) -> bool:
     """Whether a repeated request may succeed."""
     if isinstance(error, PermissionError | FileNotFoundError | ImportError | ReshardError):
         return False
@@ -55,14 +64,14 @@ def may_pass(error: Exception) -> bool:
 T = TypeVar("T")
 
 
-def retried(ask: Callable[[], T]) -> T:
+def retry(ask: Callable[[], T]) -> T:
     """What `ask` returns, retried after a pause if an error may pass. Raises the last error."""
     pauses = [FIRST_WAIT_SECONDS * 2**attempt for attempt in range(MAX_TRIES - 1)]
     while True:
         try:
             return ask()
         except Exception as error:
-            if not pauses or not may_pass(error):
+            if not pauses or not is_transient(error):
                 raise
         time.sleep(pauses.pop(0) * (1 + random.random()))
 
@@ -74,7 +83,7 @@ def _of_package(error: BaseException) -> bool:
 
 
 @contextmanager
-def translated(url: str, kind: StoreKind) -> Iterator[None]:
+def read_errors(url: str, kind: StoreKind) -> Iterator[None]:
     """Raise FileNotFoundError for a missing file, and ReshardError if a store fails to answer in another way."""
     try:
         yield
@@ -90,12 +99,8 @@ def translated(url: str, kind: StoreKind) -> Iterator[None]:
         status = status_of(error)
         if status == 404:
             raise FileNotFoundError(2, "No such file or directory", url) from error
-        found = words_of(error)
-        if (
-            isinstance(error, PermissionError)
-            or status in DENIED_STATUSES
-            or "Credential" in type(error).__name__
-        ):
+        found = error_text(error)
+        if is_denied(error):
             raise ReshardError(
                 "store-read-denied",
                 "the store does not let this user read here",
@@ -118,7 +123,7 @@ MAX_ERROR_CHARACTERS = 300
 """Characters of an error that are quoted: some contain the complete response."""
 
 
-def words_of(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """The type and text of an error."""
     text = without_secrets(
         " ".join(str(error).split())

@@ -40,7 +40,7 @@ def is_tar(begin: bytes) -> bool:
     return begin[MAGIC[0]] == MAGIC[1]
 
 
-def members(file: OpenFile, name: str) -> Iterator[TarMember]:
+def read_members(file: OpenFile, name: str) -> Iterator[TarMember]:
     """All files in an archive called `name`, in their order; empty blocks are its end.
 
     Raises ReshardError if it is damaged or cut short.
@@ -81,9 +81,9 @@ def _content(file: OpenFile, begin: int, size: int, name: str) -> bytes:
 
 def _size(header: bytes, at: int, name: str) -> int:
     """The size of a member: octal digits, or, if the first bit is set, a number in base 256."""
-    told = header[148:156].strip(b" \0")
+    checksum = header[148:156].strip(b" \0")
     summed = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-    if not _OCTAL.fullmatch(told) or int(told, 8) != summed:
+    if not _OCTAL.fullmatch(checksum) or int(checksum, 8) != summed:
         raise _damaged(name, f"byte {at:,}", "a header with its checksum", repr(header[:16]))
     field = header[124:136]
     if field[0] & 0x80:
@@ -113,17 +113,17 @@ def _attributes(kind: bytes, content: bytes) -> dict[str, str]:
     """What a member says of the next one."""
     if kind == LONG_NAME:
         return {"path": _text(content)}
-    found = {}
+    attributes = {}
     while content:
         length, _, rest = content.partition(b" ")
         if not _DECIMAL.fullmatch(length) or not len(length) < int(length) <= len(content):
             break
         record, content = rest[: int(length) - len(length) - 2], content[int(length) :]
         key, _, value = record.partition(b"=")
-        found[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
-    if not _DECIMAL.fullmatch(found.get("size", "0").encode("utf-8", "replace")):
-        del found["size"]
-    return found
+        attributes[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+    if not _DECIMAL.fullmatch(attributes.get("size", "0").encode("utf-8", "replace")):
+        del attributes["size"]
+    return attributes
 
 
 def _cut_short(name: str, expected: int, found: int) -> ReshardError:

@@ -19,13 +19,12 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 from reshard.base import schemes
 from reshard.base.errors import ReshardError
 from reshard.base.plain_json import JSON_MOST, json_of
-from reshard.stores.address import Address, StoreKind, incomplete, shown_address
+from reshard.stores.address import Address, StoreKind, incomplete_url, normalized_url
 from reshard.stores.checkpoint_names import declared
 from reshard.stores.file_info import FileInfo
 from reshard.stores.range_responses import DOWNLOAD_INSTEAD, TIMEOUT_SECONDS, RangeRequest, ResponseBody
-from reshard.stores.remote_file import MAX_HEADS_BYTES, MIN_READ_BYTES, RemoteFile, pool
-from reshard.stores.store import Store
-from reshard.stores.store_errors import DENIED_STATUSES, TRANSIENT_STATUSES, retried, status_of
+from reshard.stores.remote_file import MAX_HEADS_BYTES, MIN_READ_BYTES, RemoteFile, RemoteStore, pool
+from reshard.stores.store_errors import DENIED_STATUSES, TRANSIENT_STATUSES, retry, status_of
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -51,7 +50,7 @@ PAGES_AT_ONCE = 16
 _LINK = re.compile(r"""<a\s[^<>]*?\bhref\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)'|([^\s"'<>]+))""", re.IGNORECASE)
 
 
-class WebStore(Store):
+class WebStore(RemoteStore):
     """A web server. The user and query of a typed URL are sent only with requests at or below that URL."""
 
     kind = StoreKind(
@@ -69,12 +68,12 @@ class WebStore(Store):
             split = urlsplit(url)
             _ = split.port  # raises ValueError, as for a password that contains a slash
         except ValueError:  # its text quotes what may be a password
-            raise incomplete(scheme, cls.kind, "an invalid host or port") from None
+            raise incomplete_url(scheme, cls.kind, "an invalid host or port") from None
         userinfo, _, host = split.netloc.rpartition("@")
         if ":" in unquote(userinfo.partition(":")[0]):
-            raise incomplete(scheme, cls.kind, "a user's name with a colon")
+            raise incomplete_url(scheme, cls.kind, "a user's name with a colon")
         return Address(
-            scheme, shown_address(scheme, host + unquote(split.path), cls.kind), userinfo, split.query
+            scheme, normalized_url(scheme, host + unquote(split.path), cls.kind), userinfo, split.query
         )
 
     def __init__(self, url: str) -> None:
@@ -84,7 +83,7 @@ class WebStore(Store):
         """The files that existed before the last `refresh`."""
 
     def begin(self, typed: Address) -> None:
-        self._typed[typed.shown] = typed
+        self._typed[typed.url] = typed
         self._seen.clear()
         super().begin(typed)
 
@@ -96,7 +95,7 @@ class WebStore(Store):
     @cached_property
     def fs(self) -> Any:
         """The file system of fsspec."""
-        with self.translated(self.url):
+        with self.read_errors(self.url):
             import aiohttp
             from fsspec.implementations.http import HTTPFileSystem
 
@@ -110,7 +109,7 @@ class WebStore(Store):
                 client_kwargs={"timeout": limits, "trust_env": True, "auto_decompress": False},
             )
 
-    def _whole(self, url: str) -> str:
+    def _request_url(self, url: str) -> str:
         """The complete URL of a request, with the parts that are never shown."""
         root = next((each for each in self._typed if url == each or url.startswith(each + "/")), None)
         scheme, _, rest = url.partition("://")
@@ -121,14 +120,13 @@ class WebStore(Store):
         return f"{scheme}://{user}{host}/{quote(path, safe='/~!$&()*+,;=:@')}{query}"
 
     def fetch(self, wanted: RangeRequest) -> bytes:
-        return self._ask(wanted)[1]
+        return self._run(self._request, wanted)[1]
 
-    def _ask(self, wanted: RangeRequest) -> tuple[FileInfo, bytes]:
+    async def _request(self, wanted: RangeRequest) -> tuple[FileInfo, bytes]:
         """The file as an answer describes it, and the bytes wanted; fewer if it is not known and ends before."""
-        return self._in_loop(self._asked, wanted)
-
-    async def _asked(self, wanted: RangeRequest) -> tuple[FileInfo, bytes]:
-        async with await self._opened(wanted.url, Range=f"bytes={wanted.begin}-{wanted.end - 1}") as response:
+        async with await self._response(
+            wanted.url, Range=f"bytes={wanted.begin}-{wanted.end - 1}"
+        ) as response:
             entry = _entry(response.headers)
             if response.status == 416:  # nothing from this byte on
                 if wanted.known or response.headers.get("Content-Range", "bytes */0") != "bytes */0":
@@ -153,17 +151,17 @@ class WebStore(Store):
                 body.add(part)
             return entry, body.content()
 
-    async def _opened(self, url: str, **headers: str) -> Any:
+    async def _response(self, url: str, **headers: str) -> Any:
         """The answer to a request, its body not yet read. Raises FileNotFoundError, and aiohttp's errors."""
         import asyncio  # only here, as most runs need no web server
 
         session = await self.fs.set_session()
         # If a server compresses its answers, their offsets are not those of the file.
-        asked = session.get(
-            self.fs.encode_url(self._whole(url)), headers={"Accept-Encoding": "identity", **headers}
+        answer = session.get(
+            self.fs.encode_url(self._request_url(url)), headers={"Accept-Encoding": "identity", **headers}
         )
         try:
-            response = await asyncio.wait_for(asked, TIMEOUT_SECONDS)
+            response = await asyncio.wait_for(answer, TIMEOUT_SECONDS)
         except asyncio.TimeoutError:
             raise TimeoutError(f"no answer for {TIMEOUT_SECONDS} seconds") from None
         if response.status == 404:
@@ -173,17 +171,17 @@ class WebStore(Store):
             response.raise_for_status()
         return response
 
-    def _in_loop(self, function: Callable[[A], Coroutine[Any, Any, T]], argument: A) -> T:
+    def _run(self, function: Callable[[A], Coroutine[Any, Any, T]], argument: A) -> T:
         from fsspec.asyn import sync
 
-        found: T = sync(self.fs.loop, function, argument)
-        return found
+        result: T = sync(self.fs.loop, function, argument)
+        return result
 
-    def _look(self, url: str, most: int = 1) -> FileInfo | None:
+    def look_up(self, url: str, most: int = 1) -> FileInfo | None:
         """The entry at a URL. Its first `most` bytes are fetched too, and kept if there is more than one."""
-        with self.translated(url):
+        with self.read_errors(url):
             try:
-                entry, content = retried(lambda: self._ask(RangeRequest(url, 0, most)))
+                entry, content = retry(lambda: self._run(self._request, RangeRequest(url, 0, most)))
             except FileNotFoundError:
                 return None
             except Exception as error:
@@ -197,29 +195,29 @@ class WebStore(Store):
     def _is_typed(self, url: str) -> bool:
         return any(url == each or url.startswith(each + "/") for each in self._typed)
 
-    def _find(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
+    def list_files(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
         if self._seen:
             known = sorted(url for url in self._seen if url == root or url.startswith(root + "/"))
-            looked = zip(known, pool().map(self._look, known), strict=True)
+            looked = zip(known, pool().map(self.look_up, known), strict=True)
             return {url: entry for url, entry in looked if entry}
-        found = self._present([root]) if PurePosixPath(root.removeprefix(self.url)).suffix else {}
+        present = self._existing([root]) if PurePosixPath(root.removeprefix(self.url)).suffix else {}
         folder, _, typed = root.rpartition("/")
         if typed in declared().naming:
-            beside = {*self._named(root), *declared().usual}
-            self._outside.update(self._present(f"{folder}/{name}" for name in beside))
-        if found:
-            return found
+            beside = {*self._names_in(root), *declared().usual}
+            self._outside.update(self._existing(f"{folder}/{name}" for name in beside))
+        if present:
+            return present
         links = self._links(root, MAX_DEPTH if deep else 1)
         if links:
-            return self._present(links)
-        found = self._present(f"{root}/{name}" for name in declared().usual)
-        more = {f"{root}/{name}" for url in found for name in self._named(url)}
-        return {**found, **self._present(more - found.keys())}
+            return self._existing(links)
+        present = self._existing(f"{root}/{name}" for name in declared().usual)
+        more = {f"{root}/{name}" for url in present for name in self._names_in(url)}
+        return {**present, **self._existing(more - present.keys())}
 
-    def _named(self, url: str) -> set[str]:
+    def _names_in(self, url: str) -> set[str]:
         """The sibling files that a file names: those of a record, or the shards of an index."""
         names_in = declared().naming.get(url.rpartition("/")[2])
-        entry = self._look(url) if names_in else None
+        entry = self.look_up(url) if names_in else None
         if names_in is None or entry is None or entry.size > JSON_MOST:
             return set()  # whoever reads it reports what is wrong, here and below
         content = RemoteFile(url, entry, self).read(0, entry.size)
@@ -247,9 +245,9 @@ class WebStore(Store):
 
     def _page(self, folder: str) -> tuple[set[str], int]:
         """The URLs below a folder that its page links to, those of folders with a final slash, and the page's bytes."""
-        with self.translated(folder):
+        with self.read_errors(folder):
             try:
-                text = retried(lambda: self._in_loop(self._text, folder + "/"))
+                text = retry(lambda: self._run(self._text, folder + "/"))
             except FileNotFoundError:
                 return set(), 0
             except Exception as error:
@@ -262,7 +260,7 @@ class WebStore(Store):
 
     async def _text(self, url: str) -> str:
         """The text of a page; empty if there is something else at its URL."""
-        async with await self._opened(url) as response:
+        async with await self._response(url) as response:
             if "html" not in response.content_type:
                 return ""
             wanted = RangeRequest(url, 0, MAX_PAGE_BYTES)
@@ -274,24 +272,26 @@ class WebStore(Store):
                 body.add(part)
             return body.text()
 
-    def _present(self, urls: Iterable[str]) -> dict[str, FileInfo]:
+    def _existing(self, urls: Iterable[str]) -> dict[str, FileInfo]:
         """The entries that exist. Raises ReshardError if the server refuses all of them."""
-        asked = list(urls)
-        _check_count(self.url, len(asked))
-        most = min(MIN_READ_BYTES, MAX_HEADS_BYTES // max(1, len(asked)))
-        found, refused = dict[str, FileInfo](), list[ReshardError]()
-        for url, entry in zip(asked, pool().map(partial(self._glance, most=most), asked), strict=True):
+        candidates = list(urls)
+        _check_count(self.url, len(candidates))
+        most = min(MIN_READ_BYTES, MAX_HEADS_BYTES // max(1, len(candidates)))
+        present, refused = dict[str, FileInfo](), list[ReshardError]()
+        for url, entry in zip(
+            candidates, pool().map(partial(self._entry_or_refusal, most=most), candidates), strict=True
+        ):
             if isinstance(entry, FileInfo):
-                found[url] = entry
+                present[url] = entry
             elif entry is not None:
                 refused.append(entry)
-        if refused and not found:
+        if refused and not present:
             raise refused[0]
-        return found
+        return present
 
-    def _glance(self, url: str, most: int) -> FileInfo | ReshardError | None:
+    def _entry_or_refusal(self, url: str, most: int) -> FileInfo | ReshardError | None:
         try:
-            return self._look(url, most if url.endswith(READ_FROM_BEGINNING) else 1)
+            return self.look_up(url, most if url.endswith(READ_FROM_BEGINNING) else 1)
         except ReshardError as error:
             if status_of(error) in DENIED_STATUSES:  # as stores answer that must not show what exists
                 return error

@@ -14,7 +14,8 @@ import numpy as np
 from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica, Tensor
-from reshard.base.errors import Problem, one_for_each_file
+from reshard.base.errors import Problem
+from reshard.base.merged_problems import one_for_each_file
 from reshard.stores import MAX_REQUEST_BYTES, is_remote
 from reshard.transfer.elements import Overflows, as_float, cast, castable
 from reshard.transfer.gather import Gatherer

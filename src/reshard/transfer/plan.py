@@ -20,7 +20,8 @@ from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import Problem, ReshardError, size
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.quantities import size
 from reshard.transfer.memory_budget import MemoryNeed
 from reshard.transfer.source_files import Sources
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from isal.isal_zlib import crc32
@@ -23,9 +22,8 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.stores import (
     OpenFile,
     Stamp,
-    arrays_of,
     as_path,
-    contents_of,
+    homes_of,
     is_remote,
     open_file,
     realpath,
@@ -151,7 +149,7 @@ class Sources:
         read.
         """
         first = self.named[0].absolute() if self.named else None
-        homes = (first, contents_of(first), arrays_of(first)) if first else ()
+        homes = homes_of(first) if first else ()
         entries = []
         for path, note in self._notes.items():
             full = as_path(path).absolute()
@@ -321,15 +319,11 @@ def windows(file: OpenFile) -> Iterator[bytes]:
         at += len(part)
 
 
-class _RecordedFile:
+class _RecordedFile(OpenFile):
     """A file that keeps the CRC32s of what is read of it in `ranges`."""
 
     def __init__(self, file: OpenFile, ranges: ByteRanges) -> None:
         self._file, self._ranges = file, ranges
-
-    @property
-    def size(self) -> int:
-        return self._file.size
 
     def stamp(self) -> Stamp:
         return self._file.stamp()
@@ -353,14 +347,6 @@ class _RecordedFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> _RecordedFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 _adding = Lock()

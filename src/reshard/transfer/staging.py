@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
 
-from reshard.base.errors import ReshardError, cause_of, listed, size
+from reshard.base.errors import ReshardError, cause_of, listed
 from reshard.base.exceptions_to_problems import too_long
+from reshard.base.quantities import size
 from reshard.transfer import part_claims
 from reshard.transfer.journal import SOURCE_CHANGED, Journal, JournalContent, OutputIdentity
 from reshard.transfer.leftovers import journal_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from reshard.base.errors import ReshardError
 from reshard.stores import OpenFile, open_file
@@ -12,20 +12,20 @@ from reshard.stores import OpenFile, open_file
 class OpenFiles:
     """Open files of one thread, least recently used first."""
 
-    def __init__(self, limit: int = 128) -> None:
+    def __init__(self, limit: int = 128, opener: Callable[[str], OpenFile] = open_file) -> None:
         self._open: OrderedDict[str, OpenFile] = OrderedDict()
-        self._limit = limit
+        self._limit, self._opener = limit, opener
         self.read_bytes = 0
         """Bytes that were read."""
 
-    def _file(self, path: str) -> OpenFile:
+    def file(self, path: str) -> OpenFile:
         file = self._open.get(path)
         if file is not None:
             self._open.move_to_end(path)
             return file
         while len(self._open) >= self._limit:
             self._open.popitem(last=False)[1].close()
-        opened = self._open[path] = open_file(path)
+        opened = self._open[path] = self._opener(path)
         return opened
 
     def read(self, path: str, parts: Iterable[tuple[int, memoryview]]) -> None:
@@ -34,7 +34,7 @@ class OpenFiles:
         Raises ReshardError if the file ends too early, or if it cannot be read.
         """
         try:
-            file = self._file(path)
+            file = self.file(path)
             parts = list(parts)
             end = file.fill(parts)
             self.read_bytes += sum(len(part) for _, part in parts)

@@ -19,7 +19,8 @@ from pathlib import Path
 from secrets import token_hex
 from threading import Event, Lock
 
-from reshard.base.errors import ReshardError, listed, size
+from reshard.base.errors import ReshardError, listed
+from reshard.base.quantities import size
 from reshard.stores import StorePath
 from reshard.stores.bucket import Bucket, UploadStoppedError
 from reshard.transfer.journal import Journal

@@ -90,8 +90,8 @@ class Placement(NamedTuple):
     factor: int = 1
 
     def __str__(self) -> str:
-        shown = {"Shard": f"({self.axis})", "_StridedShard": f"({self.axis}, split_factor={self.factor})"}
-        return self.kind + shown.get(self.kind, "")
+        arguments = {"Shard": f"({self.axis})", "_StridedShard": f"({self.axis}, split_factor={self.factor})"}
+        return self.kind + arguments.get(self.kind, "")
 
 
 def is_sharded(value: Any) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.base.errors import ReshardError, said
 from reshard.containers.torchfiles import opcodes
-from reshard.containers.torchfiles.untrusted import damaged, sizes
+from reshard.containers.torchfiles.untrusted import damaged_pickle, sizes
 
 # fmt: off
 FRAMEWORKS = frozenset((
@@ -281,9 +281,9 @@ def loads(
     except ReshardError:
         raise
     except Exception as error:  # a hostile or damaged pickle can raise anything
-        raise damaged(file, said(error)) from None
+        raise damaged_pickle(file, said(error)) from None
     if not intact:
-        raise damaged(file, "it rewrites the tensors that it describes")
+        raise damaged_pickle(file, "it rewrites the tensors that it describes")
     return content
 
 

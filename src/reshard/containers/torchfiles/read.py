@@ -7,10 +7,9 @@ Such a file is a zip of stored members, `<root>/data.pkl` and `<root>/data/<key>
 from __future__ import annotations
 
 import reprlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from reshard.containers.torchfiles.untrusted import shape_of, sizes
 from reshard.containers.torchfiles.zip_archive import EDGE_BYTES, FileWindow, ZipArchive, damaged_file, edges
 from reshard.stores import MAX_HEADS_BYTES, OpenFile, fetch_ahead, is_remote, open_file
 from reshard.transfer.source_files import Sources
+from reshard.transfer.thread_files import OpenFiles
 
 MAX_OPEN = 64
 """Maximum number of files that a `ChunkReader` keeps open."""
@@ -91,8 +91,7 @@ class ChunkReader:
     """
 
     def __init__(self, sources: Sources, coming: Iterable[tuple[str, int, int]] = ()) -> None:
-        self._sources = sources
-        self._files: OrderedDict[str, OpenFile] = OrderedDict()
+        self._files = OpenFiles(MAX_OPEN, partial(_open, sources=sources))
         self._coming = (each for each in coming if is_remote(each[0]))
         self._ahead = 0
 
@@ -105,7 +104,7 @@ class ChunkReader:
         ReshardError like `read_torch_file`, and if the tensor does not have the given `dtype` and `shape`.
         """
         self._look_ahead()
-        archive = ZipArchive(FileWindow(self._file(str(path)), str(path), offset, length))
+        archive = ZipArchive(FileWindow(self._files.file(str(path)), str(path), offset, length))
         pickled = archive.read("data.pkl")
         try:
             key, tensor = _single_tensor(pickled)
@@ -124,23 +123,13 @@ class ChunkReader:
 
     def close(self) -> None:
         """Close all files."""
-        while self._files:
-            self._files.popitem()[1].close()
+        self._files.close()
 
     def _look_ahead(self) -> None:
         if not self._ahead and (chunks := list(islice(self._coming, CHUNKS_AHEAD))):
             fetch_ahead(edge for chunk in chunks for edge in edges(*chunk))
             self._ahead = len(chunks)
         self._ahead = max(0, self._ahead - 1)
-
-    def _file(self, path: str) -> OpenFile:
-        if path in self._files:
-            self._files.move_to_end(path)
-        else:
-            if len(self._files) == MAX_OPEN:
-                self._files.popitem(last=False)[1].close()
-            self._files[path] = _open(path, self._sources)
-        return self._files[path]
 
 
 @lru_cache(maxsize=4096)

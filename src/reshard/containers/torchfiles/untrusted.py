@@ -91,7 +91,7 @@ def number_of(content: Any, most: int) -> int:
     return count
 
 
-def damaged(file: str, found: str) -> ReshardError:
+def damaged_pickle(file: str, found: str) -> ReshardError:
     """The error for a pickle that no framework wrote like this."""
     return ReshardError(
         "pickle-unreadable",

@@ -139,13 +139,13 @@ class ZipArchive:
         """The content of a small member, checked against its CRC32."""
         member = self._member(name)
         content = self.window.read(self._data_at(member), member.size)
-        if (found := zlib.crc32(content)) != member.crc32:
+        if (computed := zlib.crc32(content)) != member.crc32:
             raise damaged_file(
                 self.window.name,
                 "torch-checksum-mismatch",
                 f"the bytes of {name} do not match its CRC32",
                 expected=f"CRC32 {member.crc32:08x}",
-                found=f"{found:08x}",
+                found=f"{computed:08x}",
             )
         return content
 
@@ -276,11 +276,11 @@ def _end_of_directory(window: FileWindow) -> tuple[int, int, int]:
     """The number of entries in the central directory, its size, and its offset."""
     tail_size = min(window.length, EDGE_BYTES)
     tail = window.read(window.length - tail_size, tail_size)
-    found = tail.rfind(b"PK\x05\x06")
-    if found < 0 or len(tail) - found < _END.size:
+    begin = tail.rfind(b"PK\x05\x06")
+    if begin < 0 or len(tail) - begin < _END.size:
         raise _no_zip(window)
-    end = window.length - tail_size + found
-    _, _, _, _, count, size, at, _ = _END.unpack_from(tail, found)
+    end = window.length - tail_size + begin
+    _, _, _, _, count, size, at, _ = _END.unpack_from(tail, begin)
     if end >= _END64_LOCATOR.size:
         raw = window.read(end - _END64_LOCATOR.size, _END64_LOCATOR.size)
         signature, _, end64, _ = _END64_LOCATOR.unpack(raw)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families.config_entries import Config, Remark
+from reshard.families.config_entries import Config, ConfigEntry
 from reshard.families.config_map import DERIVED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms
 
 
-class Variants(Remark):
+class Variants(ConfigEntry):
     """What the larger and later Baichuan models compute differently from Baichuan-7B.
 
     Source: modeling_baichuan.py of baichuan-inc/Baichuan-13B-Base, Baichuan2-7B-Base and Baichuan2-13B-Base.

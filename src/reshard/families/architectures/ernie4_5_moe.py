@@ -59,11 +59,11 @@ class SparseBetween(ConfigEntry):
         sparse = sparse_layers(first(args, ("moe_layer_freq",), 1), args.get("num_layers", 0))
         low, high = (sparse[0], sparse[-1]) if sparse else (1, -1)
         step = sparse[1] - sparse[0] if len(sparse) > 1 else 1
-        said = {"moe_layer_start_index": low, "moe_layer_end_index": high, "moe_layer_interval": step}
-        meant = self.to_args({**said, "num_hidden_layers": high + 1})["moe_layer_freq"]
+        stated = {"moe_layer_start_index": low, "moe_layer_end_index": high, "moe_layer_interval": step}
+        meant = self.to_args({**stated, "num_hidden_layers": high + 1})["moe_layer_freq"]
         if sparse and sparse_layers(meant, high + 1) != sparse:
             raise ValueError(f"the layers with experts, {sparse}, have no regular interval")
-        return said
+        return stated
 
     def notices(self, config: Config) -> Iterator[str]:
         yield (

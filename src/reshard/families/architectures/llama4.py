@@ -64,12 +64,6 @@ class MoeLayers(ConfigEntry):
 class ChunkedAttention(ConfigEntry):
     """Layers with a rotary embedding use chunked attention; those without scale queries at far positions."""
 
-    def to_args(self, config: Config) -> Values:
-        return {}
-
-    def to_config(self, args: Args) -> Values:
-        return {}
-
     def notices(self, config: Config) -> Iterator[str]:
         chunk = first(config, ("attention_chunk_size",), 8192)
         if (config.get("max_position_embeddings") or 0) > chunk:

@@ -34,9 +34,9 @@ class RotaryDim(Rope):
         return super().to_args(config)
 
     def to_config(self, args: Args) -> Values:
-        size, said = args.get("kv_channels"), super().to_config(args)
-        return said | (
-            {"rotary_dim": round(size * said["rope_parameters"][PARTIAL_ROTARY_KEY])} if size else {}
+        size, config = args.get("kv_channels"), super().to_config(args)
+        return config | (
+            {"rotary_dim": round(size * config["rope_parameters"][PARTIAL_ROTARY_KEY])} if size else {}
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.families.architectures.llama import dense
-from reshard.families.config_entries import Args, Config, SlidingWindow, Values
+from reshard.families.config_entries import Config, SlidingWindow, Values
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.family import MEGATRON_BRIDGE, Family
 from reshard.families.outer_model import CarriedTensors, OuterModel
@@ -22,9 +22,6 @@ class KeptRope(RotaryEmbedding):
             "use_rotary_position_embeddings": False,
             "rotary_base": rotary_base(rope_parameters(config), 1000000.0),
         }
-
-    def to_config(self, args: Args) -> Values:
-        return {}
 
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         if "llama_4_scaling_beta" not in rope_parameters(config):  # Mistral Small 3

@@ -9,44 +9,51 @@ Source: `conversion/*.py` and `gguf-py/gguf/tensor_mapping.py` of llama.cpp, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from reshard.algebra.views import View, concat
 from reshard.families.dialect import Dialect
 from reshard.families.dialects.internevo import heads_in_halves
-from reshard.families.rules import GATED, Block, Dims, ReversibleStep, Rule, Step, native, same, under
+from reshard.families.rules import (
+    GATED,
+    Block,
+    Dims,
+    ReversibleStep,
+    Rule,
+    Step,
+    layer_rules,
+    native,
+    outer_rules,
+    same,
+)
 
 EMBEDDING = "token_embd.weight"
 GGUF = Dialect("gguf", (EMBEDDING,), widened=True, sharded=False)
-HUB_LAYER, LAYER = "model.layers.{layer}", "blk.{layer}"
 FFN = ("ffn_gate", "ffn_up", "ffn_down")
 
 
 def llama(dims: Dims) -> Iterator[Rule]:
     """Llama and Mistral, with interleaved queries and keys."""
-    yield from _ends(dims)
-    yield from _layers(dims, [*_norms(dims), *_attention(dims, interleaved=True), *_mlp(dims)])
+    yield from _model(dims, [*_norms(dims), *_attention(dims, interleaved=True), *_mlp(dims)])
 
 
 def mixtral(dims: Dims) -> Iterator[Rule]:
     """Mixtral: Llama with experts, which the Hub calls w1, w3 and w2."""
-    yield from _ends(dims)
     experts = _experts(dims, "block_sparse_moe", ("w1", "w3", "w2"))
-    yield from _layers(dims, [], [*_norms(dims), *_attention(dims, interleaved=True), *experts])
+    yield from _model(dims, [], [*_norms(dims), *_attention(dims, interleaved=True), *experts])
 
 
 def qwen(dims: Dims) -> Iterator[Rule]:
     """Qwen2 and Qwen3, dense or with experts."""
-    yield from _ends(dims)
     block = [*_norms(dims), *_attention(dims)]
-    yield from _layers(dims, [*block, *_mlp(dims)], [*block, *_experts(dims)])
+    yield from _model(dims, [*block, *_mlp(dims)], [*block, *_experts(dims)])
 
 
 def gemma(dims: Dims) -> Iterator[Rule]:
     """Gemma: zero-centred norms."""
-    yield from _plus_one([*_ends(dims), *_layers(dims, [*_norms(dims), *_attention(dims), *_mlp(dims)])])
+    yield from _plus_one(_model(dims, [*_norms(dims), *_attention(dims), *_mlp(dims)]))
 
 
 def sandwich(dims: Dims) -> Iterator[Rule]:
@@ -58,12 +65,11 @@ def sandwich(dims: Dims) -> Iterator[Rule]:
         pre_feedforward_layernorm="ffn_norm",
         post_feedforward_layernorm="post_ffw_norm",
     )
-    yield from _plus_one([*_ends(dims), *_layers(dims, [*norms, *_attention(dims), *_mlp(dims)])])
+    yield from _plus_one(_model(dims, [*norms, *_attention(dims), *_mlp(dims)]))
 
 
 def gpt_oss(dims: Dims) -> Iterator[Rule]:
     """gpt-oss: sinks, and biases everywhere. The Hub stacks its experts as [inputs, outputs], gate and up in turn."""
-    yield from _ends(dims)
     norms = _named_norms(dims, input_layernorm="attn_norm", post_attention_layernorm="post_attention_norm")
     own = [
         same("self_attn.sinks", "attn_sinks.weight", dims.heads),
@@ -77,14 +83,13 @@ def gpt_oss(dims: Dims) -> Iterator[Rule]:
         Rule("mlp.experts.down_proj", down.permute(0, 2, 1)),
         same("mlp.experts.down_proj_bias", "ffn_down_exps.bias", dims.experts, dims.hidden),
     ]
-    yield from _layers(dims, [], [*norms, *_attention(dims), *own, *stacked])
+    yield from _model(dims, [], [*norms, *_attention(dims), *own, *stacked])
 
 
 def deepseek(dims: Dims) -> Iterator[Rule]:
     """DeepSeek-V3. Layers for multi-token prediction are not stored."""
-    yield from _ends(dims)
     block = [*_norms(dims), *_latent_attention(dims)]
-    yield from _layers(dims, [*block, *_mlp(dims)], [*block, *_experts(dims)])
+    yield from _model(dims, [*block, *_mlp(dims)], [*block, *_experts(dims)])
 
 
 LLAMA, MIXTRAL, QWEN, GEMMA, SANDWICH, GPT_OSS, DEEPSEEK = (
@@ -93,20 +98,10 @@ LLAMA, MIXTRAL, QWEN, GEMMA, SANDWICH, GPT_OSS, DEEPSEEK = (
 """What families list in their `dialects`."""
 
 
-def _ends(dims: Dims) -> Iterator[Rule]:
-    table = native(EMBEDDING, dims.vocab, dims.hidden)
-    head = table if dims.tied else native("output.weight", dims.vocab, dims.hidden)
-    yield Rule("model.embed_tokens.weight", table)
-    yield Rule("lm_head.weight", head, copy=dims.tied, written=not dims.tied)
-    yield same("model.norm.weight", "output_norm.weight", dims.hidden)
-
-
-def _layers(dims: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule]:
-    """All decoder layers: `sparse` for layers with experts, `dense` for the others."""
-    plain = tuple(layer for layer in range(dims.layers) if layer not in dims.sparse)
-    for block, layers in ((dense, plain), (sparse or [], dims.sparse)):
-        if layers:
-            yield from under(HUB_LAYER, LAYER, block, layers)
+def _model(dims: Dims, dense: Block, sparse: Sequence[Rule] = ()) -> Iterator[Rule]:
+    """All tensors: `sparse` are those of layers with experts, `dense` of the others."""
+    yield from outer_rules(dims, EMBEDDING, "output.weight", "output_norm.weight")
+    yield from layer_rules(dims, "blk.{layer}", dense, sparse)
 
 
 def _named_norms(dims: Dims, **names: str) -> Block:
@@ -197,7 +192,7 @@ def _in_turn(dims: Dims, kind: str, *inner: int) -> View:
     return concat([*halves], axis=2).merge(1)
 
 
-def _plus_one(rules: list[Rule]) -> Iterator[Rule]:
+def _plus_one(rules: Iterable[Rule]) -> Iterator[Rule]:
     """Norms plus one, rounded as the converter rounds them: in float16 if the weights are in float16."""
     change = ReversibleStep(Step(plus=-1.0), Step(plus=1.0, in_torch=True), rounds=True)
     return (replace(rule, change=change) if rule.hf.endswith("norm.weight") else rule for rule in rules)

@@ -29,9 +29,9 @@ def kind(settings: Mapping[str, Any]) -> str | None:
     if mlp == "GemmaMLP" and settings.get("post_mlp_norm"):
         return "gemma3" if settings.get("norm_qk") else "gemma2"
     begins = {"phi-3": "phi3", "phi-4": "phi3", "phi": "phi", "olmo-2-": "olmo2", "qwen3": "qwen3"}
-    found = next((each for begin, each in begins.items() if name.lower().startswith(begin)), None)
-    if found or mlp in ("LLaMAMLP", "GemmaMLP", "LLaMAMoE"):
-        return found or "llama"
+    matched = next((each for begin, each in begins.items() if name.lower().startswith(begin)), None)
+    if matched or mlp in ("LLaMAMLP", "GemmaMLP", "LLaMAMoE"):
+        return matched or "llama"
     return "gpt_neox" if mlp == "GptNeoxMLP" else None
 
 

@@ -13,14 +13,26 @@ MaxText, as of August 2026.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import frexp, ldexp, prod, sqrt
 
 from reshard.algebra.views import View
 from reshard.families.dialect import Dialect
 from reshard.families.dialects.internevo import in_halves
-from reshard.families.rules import GATED, Block, Dims, ReversibleStep, Rule, Step, native, plus, same, under
+from reshard.families.rules import (
+    GATED,
+    Block,
+    Dims,
+    ReversibleStep,
+    Rule,
+    Step,
+    layer_rules,
+    native,
+    outer_rules,
+    plus,
+    same,
+)
 
 EMBEDDING, HEAD = "token_embedder.embedding", "logits_dense.kernel"
 MAXTEXT = Dialect("maxtext", (EMBEDDING,), sharded=False, padded=True, head=HEAD)
@@ -40,32 +52,32 @@ GEMMA_NORMS = {
 
 def llama(dims: Dims) -> Iterator[Rule]:
     """Llama and Mistral, with divided queries; in Llama 3.1, queries and keys are interleaved."""
-    yield from _ends(dims)
     block = [*_norms(dims, NORMS), *_attention(dims, divided=True, interleaved=dims.rope_scaled), *_mlp(dims)]
-    yield from _layers(dims, block, [])
+    yield from _model(dims, block)
 
 
 def mixtral(dims: Dims) -> Iterator[Rule]:
     """Mixtral, with divided queries; the Hub calls gate, up and down w1, w3 and w2."""
-    yield from _ends(dims)
     experts = _experts(dims, "MoeBlock_0", "block_sparse_moe", ("w1", "w3", "w2"))
-    yield from _layers(dims, [], [*_norms(dims, NORMS), *_attention(dims, divided=True), *experts])
+    yield from _model(dims, [], [*_norms(dims, NORMS), *_attention(dims, divided=True), *experts])
 
 
 def qwen(dims: Dims) -> Iterator[Rule]:
     """Qwen2 and Qwen3, dense or with experts."""
-    yield from _ends(dims)
     block = [*_norms(dims, NORMS), *_attention(dims)]
-    yield from _layers(dims, [*block, *_mlp(dims)], [*block, *_experts(dims, "moe_block")])
+    yield from _model(dims, [*block, *_mlp(dims)], [*block, *_experts(dims, "moe_block")])
 
 
 def deepseek(dims: Dims) -> Iterator[Rule]:
     """DeepSeek-V2 and V3. MaxText converts no layers for multi-token prediction."""
-    yield from _ends(dims)
     block = [*_norms(dims, NORMS), *_latent_attention(dims)]
     shared = _gated(dims, dims.shared_ffn, "mlp.shared_experts", "DeepSeekMoeBlock_0.shared_experts")
     experts = _experts(dims, "DeepSeekMoeBlock_0.MoeBlock_0")
-    yield from _layers(dims, [*block, *_mlp(dims)], [*block, *experts, *(shared if dims.shared_ffn else [])])
+    yield from _model(
+        dims,
+        [*block, *_mlp(dims)],
+        [*block, *experts, *(shared if dims.shared_ffn else [])],
+    )
 
 
 def gemma2(dims: Dims) -> Iterator[Rule]:
@@ -86,8 +98,8 @@ LLAMA, MIXTRAL, QWEN, DEEPSEEK, GEMMA2, GEMMA3 = (
 
 def _gemma(dims: Dims, factor: float, *, divided: bool) -> Iterator[Rule]:
     embedding = ReversibleStep(Step(over=factor), Step(times=factor), rounds=True)
-    layers = _layers(dims, [*_norms(dims, GEMMA_NORMS), *_attention(dims, divided=divided), *_mlp(dims)], [])
-    for rule in [*_ends(dims, embedding), *layers]:
+    block = [*_norms(dims, GEMMA_NORMS), *_attention(dims, divided=divided), *_mlp(dims)]
+    for rule in _model(dims, block, embedding=embedding):
         is_norm = rule.hf.endswith("norm.weight")
         yield replace(rule, change=plus(-1.0, rounds=True)) if is_norm else rule
 
@@ -97,30 +109,13 @@ def _in_bfloat16(number: float) -> float:
     return ldexp(round(mantissa * 256), exponent - 8)
 
 
-def _ends(dims: Dims, change: ReversibleStep | None = None) -> Iterator[Rule]:
-    """Embedding, head and final norm. Rows beyond the vocabulary are padding."""
-    table = native(EMBEDDING, dims.padded_vocab, dims.hidden)
-    head = table if dims.tied else native(HEAD, dims.padded_vocab, dims.hidden)
-    yield Rule("model.embed_tokens.weight", table[: dims.vocab], change=change)
-    yield Rule("lm_head.weight", head[: dims.vocab], copy=dims.tied, written=not dims.tied)
-    yield same("model.norm.weight", "decoder_norm.scale", dims.hidden)
-    if dims.padded_vocab > dims.vocab:
-        for padded in [table] if dims.tied else [table, head]:
-            is_changed = padded is table
-            yield Rule(
-                "",
-                padded[dims.vocab :],
-                reason="vocabulary padding",
-                change=change if is_changed else None,
-            )
-
-
-def _layers(dims: Dims, dense: Block, sparse: Block) -> Iterator[Rule]:
-    """All decoder layers: `sparse` for layers with experts, `dense` for the others."""
-    plain = tuple(layer for layer in range(dims.layers) if layer not in dims.sparse)
-    for block, layers in ((dense, plain), (sparse, dims.sparse)):
-        if layers:
-            yield from under("model.layers.{layer}", "layers.{layer}", block, layers)
+def _model(
+    dims: Dims, dense: Block, sparse: Sequence[Rule] = (), embedding: ReversibleStep | None = None
+) -> Iterator[Rule]:
+    """All tensors: `sparse` are those of layers with experts, `dense` of the others; how the `embedding` changes."""
+    names = (EMBEDDING, HEAD, "decoder_norm.scale")
+    yield from outer_rules(dims, *names, rows=dims.padded_vocab, change=embedding)
+    yield from layer_rules(dims, "layers.{layer}", dense, sparse)
 
 
 def _norms(dims: Dims, names: dict[str, str]) -> Block:

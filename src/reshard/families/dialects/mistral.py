@@ -92,7 +92,7 @@ def wanted(config: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
     """The tensors that a model of this config has at least, whose layers are alike: those of any are of all."""
     text, vision = config.get("text_config", config), config.get("vision_config", {})
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    found = {"tok_embeddings.weight", "norm.weight", *(() if tied else ("output.weight",))}
+    names = {"tok_embeddings.weight", "norm.weight", *(() if tied else ("output.weight",))}
     for place, part in ((LAYERS, text), (f"{TOWER}transformer.{LAYERS}", vision)):
-        found |= in_all_layers(place, part.get("num_hidden_layers", 0), tensors)
-    return found
+        names |= in_all_layers(place, part.get("num_hidden_layers", 0), tensors)
+    return names

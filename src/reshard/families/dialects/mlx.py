@@ -224,8 +224,8 @@ _KNOWN: dict[str, MlxNaming] = {
 
 def naming(config: Mapping[str, Any]) -> MlxNaming | None:
     """How mlx-lm names the tensors of a config's model; None if that is not declared here."""
-    found = config.get("model_type")
-    return _KNOWN.get(found) if isinstance(found, str) else None
+    model_type = config.get("model_type")
+    return _KNOWN.get(model_type) if isinstance(model_type, str) else None
 
 
 def known() -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from functools import partial
 from reshard.families.dialect import Dialect
 from reshard.families.dialects.internevo import heads_in_halves
 from reshard.families.family import Rules
-from reshard.families.rules import Block, Dims, Rule, native, same, under
+from reshard.families.rules import Block, Dims, Rule, layer_rules, native, outer_rules, same
 
 MODEL_PREFIX = "model."
 EMBEDDING = f"{MODEL_PREFIX}token_position_embeddings.pp_block.token_embedding.weight"
@@ -28,20 +28,12 @@ def dialect(*, interleaved: bool) -> Dialect:
 
 def rules(dims: Dims, *, interleaved: bool) -> Iterator[Rule]:
     """All layers: with experts where the sizes have them."""
-    table = native(EMBEDDING, dims.vocab, dims.hidden)
-    head = table if dims.tied else native(HEAD, dims.vocab, dims.hidden)
-    yield Rule("model.embed_tokens.weight", table)
-    yield Rule("lm_head.weight", head, copy=dims.tied, written=not dims.tied)
-    yield same("model.norm.weight", f"{MODEL_PREFIX}final_layer_norm.pp_block.weight", dims.hidden)
+    yield from outer_rules(dims, EMBEDDING, HEAD, f"{MODEL_PREFIX}final_layer_norm.pp_block.weight")
     norms = [same(f"{each}.weight", f"{each}.weight", dims.hidden) for each in NORMS]
     shared = [*norms, *_attention(dims, interleaved=interleaved)]
-    plain = tuple(layer for layer in range(dims.layers) if layer not in dims.sparse)
-    for layers, block in ((plain, partial(_mlp, ffn=dims.ffn)), (dims.sparse, _experts)):
-        if layers:
-            found = [*shared, *block(dims)]
-            yield from under(
-                "model.layers.{layer}", f"{MODEL_PREFIX}decoder.{{layer}}.pp_block", found, layers
-            )
+    sparse = [*shared, *_experts(dims)] if dims.experts else []
+    dense = [*shared, *_mlp(dims, dims.ffn)]
+    yield from layer_rules(dims, f"{MODEL_PREFIX}decoder.{{layer}}.pp_block", dense, sparse)
 
 
 DIALECTS: Mapping[str, Rules] = {
@@ -52,19 +44,19 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 def _attention(dims: Dims, *, interleaved: bool) -> Block:
     rows = dims.heads * dims.head_dim
-    found = [same("self_attn.o_proj.weight", "attn.o_proj.weight", dims.hidden, rows)]
+    attention = [same("self_attn.o_proj.weight", "attn.o_proj.weight", dims.hidden, rows)]
     for kind, inner in (("weight", (dims.hidden,)), *((("bias", ()),) if dims.qkv_bias else ())):
         fused = native(QKV + kind, dims.qkv_rows, *inner)
         begin = 0
         for name, heads in (("q", dims.heads), ("k", dims.groups), ("v", dims.groups)):
             view = fused[begin : begin + heads * dims.head_dim]
             begin += heads * dims.head_dim
-            found.append(
+            attention.append(
                 Rule(
                     f"self_attn.{name}_proj.{kind}", heads_in_halves(view, dims, interleaved and name != "v")
                 )
             )
-    return found
+    return attention
 
 
 def _mlp(dims: Dims, ffn: int, name: str = "mlp") -> Block:
@@ -81,16 +73,16 @@ def _experts(dims: Dims) -> Block:
         0, 2, 1
     )
     down = native("mlp.experts.merged_down_proj", dims.experts, dims.expert_ffn, dims.hidden).permute(0, 2, 1)
-    found = [
+    experts = [
         same("mlp.gate.weight", "mlp.router.weight", dims.experts, dims.hidden),
         *_mlp(dims, dims.shared_ffn, "mlp.shared_expert"),
         same("mlp.shared_expert_gate.weight", "mlp.shared_expert_gate.weight", 1, dims.hidden),
     ]
     for expert in range(dims.experts):
         name = f"mlp.experts.{expert}"
-        found += [
+        experts += [
             Rule(f"{name}.gate_proj.weight", both[expert, : dims.expert_ffn]),
             Rule(f"{name}.up_proj.weight", both[expert, dims.expert_ffn :]),
             Rule(f"{name}.down_proj.weight", down[expert]),
         ]
-    return found
+    return experts

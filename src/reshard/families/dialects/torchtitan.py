@@ -8,12 +8,25 @@ DeepSeek and Llama 4 rotate neighbours there too. Experts that the Hub stacks ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from reshard.algebra.views import View, concat
 from reshard.families.dialect import Dialect
-from reshard.families.rules import Block, Dims, Rule, native, renamed, same, under
+from reshard.families.rules import (
+    Block,
+    Dims,
+    Native,
+    Rule,
+    latent_attention,
+    layer_rules,
+    native,
+    outer_rules,
+    renamed,
+    same,
+    under,
+)
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
 TORCHTITAN = Dialect("torchtitan", (EMBEDDING,))
@@ -22,31 +35,27 @@ LAYER = "layers.{layer}"
 
 def llama(dims: Dims) -> Iterator[Rule]:
     """Llama 3, with interleaved queries and keys."""
-    yield from _ends(dims)
-    yield from _layers(dims, [*_norms(dims), *_attention(dims, interleaved=True), *_mlp(dims)])
+    yield from _model(dims, [*_norms(dims), *_attention(dims, interleaved=True), *_mlp(dims)])
 
 
 def qwen3(dims: Dims) -> Iterator[Rule]:
     """Qwen3, dense or with experts, with query and key norms."""
-    yield from _ends(dims)
     block = [*_norms(dims), *_attention(dims)]
-    yield from _layers(dims, [*block, *_mlp(dims)], [*block, *_experts(dims)])
+    yield from _model(dims, [*block, *_mlp(dims)], [*block, *_experts(dims)])
 
 
 def deepseek(dims: Dims) -> Iterator[Rule]:
     """DeepSeek-V3 and V2: latent attention, shared experts, and layers for multi-token prediction."""
-    yield from _ends(dims)
     block = [*_norms(dims), *_latent_attention(dims)]
     sparse = [*block, *_experts(dims), *_shared(dims, "mlp.shared_experts")]
     if dims.router_bias:
         sparse.append(same("mlp.gate.e_score_correction_bias", "moe.expert_bias", dims.experts))
-    yield from _layers(dims, [*block, *_mlp(dims)], sparse)
+    yield from _model(dims, [*block, *_mlp(dims)], sparse)
     yield from _multi_token_prediction(dims, sparse)
 
 
 def gpt_oss(dims: Dims) -> Iterator[Rule]:
     """gpt-oss: sinks, and biases everywhere. Gate and up are in turn, as on the Hub."""
-    yield from _ends(dims)
     mlp1 = native("moe.experts.mlp1_weight", dims.experts, 2 * dims.expert_ffn, dims.hidden)
     mlp2 = native("moe.experts.mlp2_weight", dims.experts, dims.hidden, dims.expert_ffn)
     own = [
@@ -59,12 +68,11 @@ def gpt_oss(dims: Dims) -> Iterator[Rule]:
         Rule("mlp.experts.down_proj", mlp2.permute(0, 2, 1)),
         same("mlp.experts.down_proj_bias", "moe.experts.mlp2_bias", dims.experts, dims.hidden),
     ]
-    yield from _layers(dims, [], [*_norms(dims), *_attention(dims), *own])
+    yield from _model(dims, [], [*_norms(dims), *_attention(dims), *own])
 
 
 def llama4(dims: Dims) -> Iterator[Rule]:
     """The language model of Llama 4."""
-    yield from _ends(dims)
     block = [*_norms(dims), *_attention(dims)]
     gate, up = (_stack(dims, each, dims.expert_ffn, dims.hidden) for each in ("w1", "w3"))
     down = _stack(dims, "w2", dims.hidden, dims.expert_ffn)
@@ -74,23 +82,13 @@ def llama4(dims: Dims) -> Iterator[Rule]:
         Rule("mlp.experts.down_proj", down.permute(0, 2, 1)),
         *_shared(dims, "mlp.shared_expert"),
     ]
-    yield from renamed(_layers(dims, [*block, *_mlp(dims)], [*block, *moe]), {".mlp.": ".feed_forward."})
+    yield from renamed(_model(dims, [*block, *_mlp(dims)], [*block, *moe]), {".mlp.": ".feed_forward."})
 
 
-def _ends(dims: Dims) -> Iterator[Rule]:
-    table = native(EMBEDDING, dims.vocab, dims.hidden)
-    head = table if dims.tied else native(HEAD, dims.vocab, dims.hidden)
-    yield Rule("model.embed_tokens.weight", table)
-    yield Rule("lm_head.weight", head, copy=dims.tied, written=not dims.tied)
-    yield same("model.norm.weight", "norm.weight", dims.hidden)
-
-
-def _layers(dims: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule]:
-    """All decoder layers: `sparse` for layers with experts, `dense` for the others."""
-    plain = tuple(layer for layer in range(dims.layers) if layer not in dims.sparse)
-    for block, layers in ((dense, plain), (sparse or [], dims.sparse)):
-        if layers:
-            yield from under("model.layers.{layer}", LAYER, block, layers)
+def _model(dims: Dims, dense: Block, sparse: Sequence[Rule] = ()) -> Iterator[Rule]:
+    """Embedding, head, final norm and layers: `sparse` for layers with experts, `dense` for the others."""
+    yield from outer_rules(dims, EMBEDDING, HEAD, "norm.weight")
+    yield from layer_rules(dims, LAYER, dense, sparse)
 
 
 def _multi_token_prediction(dims: Dims, block: Block) -> Iterator[Rule]:
@@ -128,25 +126,25 @@ def _attention(dims: Dims, *, interleaved: bool = False) -> Block:
     return rules
 
 
+_LATENT_NAMES = {
+    "linear_kv_down_proj": "wkv_a",
+    "kv_layernorm": "kv_norm",
+    "linear_kv_up_proj": "wkv_b",
+    "linear_proj": "wo",
+    "linear_q_proj": "qkv_linear.wq",
+    "linear_q_down_proj": "wq_a",
+    "q_layernorm": "q_norm",
+    "linear_q_up_proj": "wq_b",
+}
+"""The modules of latent attention, by Megatron-Core's names."""
+
+
 def _latent_attention(dims: Dims) -> Block:
-    hf, own, queries = "self_attn.", "attention.", dims.heads * (dims.qk_nope + dims.qk_rope)
-    wide = dims.heads * (dims.qk_nope + dims.v_head)
-    rules = [
-        same(
-            f"{hf}kv_a_proj_with_mqa.weight", f"{own}wkv_a.weight", dims.kv_lora + dims.qk_rope, dims.hidden
-        ),
-        same(f"{hf}kv_a_layernorm.weight", f"{own}kv_norm.weight", dims.kv_lora),
-        same(f"{hf}kv_b_proj.weight", f"{own}wkv_b.weight", wide, dims.kv_lora),
-        same(f"{hf}o_proj.weight", f"{own}wo.weight", dims.hidden, dims.heads * dims.v_head),
-    ]
-    if not dims.q_lora:
-        return [*rules, same(f"{hf}q_proj.weight", f"{own}qkv_linear.wq.weight", queries, dims.hidden)]
-    return [
-        *rules,
-        same(f"{hf}q_a_proj.weight", f"{own}wq_a.weight", dims.q_lora, dims.hidden),
-        same(f"{hf}q_a_layernorm.weight", f"{own}q_norm.weight", dims.q_lora),
-        same(f"{hf}q_b_proj.weight", f"{own}wq_b.weight", queries, dims.q_lora),
-    ]
+    def own(source: Any) -> Native:
+        module = source.name.split(".")[1]
+        return Native(f"attention.{_LATENT_NAMES[module]}.weight", source.shape)
+
+    return [replace(rule, view=rule.view.renamed(own)) for rule in latent_attention(dims)]
 
 
 def _halves(rows: View, heads: int) -> View:

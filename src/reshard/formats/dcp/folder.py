@@ -22,7 +22,7 @@ from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import assemble, overlaps
 from reshard.base.errors import Problem, ReshardError, cause_of, listed, raise_all
 from reshard.containers.dcp_chunks import METADATA, ChunkFolder
-from reshard.containers.dcp_metadata import DcpMetadata, DcpTensor, read_metadata, spans
+from reshard.containers.dcp_metadata import DcpMetadata, DcpTensor, chunk_spans, read_metadata
 from reshard.containers.torchfiles.read import ChunkReader
 from reshard.families.dialect import HUB
 from reshard.families.dialects.torchtitan import TORCHTITAN
@@ -276,7 +276,7 @@ class _ChunkAssembler:
 
     def __init__(self, coming: Iterable[DcpTensor], sources: Sources) -> None:
         self.copies = CopyFinder()
-        self._chunks = ChunkReader(sources, spans(coming))
+        self._chunks = ChunkReader(sources, chunk_spans(coming))
         self._problems: list[Problem] = []
 
     def tensor(self, name: str, stored: DcpTensor) -> Tensor:

@@ -15,8 +15,10 @@ from typing import Any
 
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, one_for_all, raise_all, said
-from reshard.folders.companions import CONFIG, read_object
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, raise_all, said
+from reshard.base.merged_problems import one_for_all
+from reshard.folders.companion_names import CONFIG
+from reshard.folders.json_objects import read_object
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.dcp.olmo_core_config import OlmoModel
 

@@ -20,7 +20,7 @@ from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError, listed, raise_all
-from reshard.containers.file_names import below
+from reshard.containers.file_names import path_below
 from reshard.containers.torchfiles.pickles import Global, Reduce
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
@@ -116,7 +116,7 @@ def _tensors(
     """One tensor for each parameter. Raises ReshardError listing all that are missing or have the wrong size."""
     tensors, problems = {}, []
     for name in names:
-        path = below(folder / "zero", f"{name}/{kind}.pt")
+        path = path_below(folder / "zero", f"{name}/{kind}.pt")
         try:
             tensors[name] = _tensor(path, sources, name, shapes.get(name))
         except ReshardError as error:

@@ -19,7 +19,7 @@ from typing import Any
 
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor
-from reshard.base.errors import UNUSABLE, ReshardError, raise_all, said, understood
+from reshard.base.errors import UNUSABLE, ReshardError, raise_all, reading_values, said
 from reshard.containers.torchfiles.dtensor import Mesh, RankPartReader, is_sharded
 from reshard.containers.torchfiles.pickles import Ordered
 from reshard.containers.torchfiles.read import read_dict, scalar
@@ -219,7 +219,7 @@ class SavedOptimizer:
         return joined(find_parts(files, self._entries).parts)
 
     def _entries(self, path: Path) -> dict[str, Any]:
-        with understood(path):
+        with reading_values(path):
             return {
                 f"{self.names[number]} ({kind})": held[kind]
                 for number, held in _read(path, self.sources)["state"].items()

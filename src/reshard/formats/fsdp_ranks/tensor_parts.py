@@ -11,7 +11,8 @@ from typing import Any
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import assemble, covered, overlaps
-from reshard.base.errors import Problem, ReshardError, one_for_each_file, raise_all
+from reshard.base.errors import Problem, ReshardError, raise_all
+from reshard.base.merged_problems import one_for_each_file
 from reshard.containers.torchfiles.dtensor import (
     Mesh,
     RankPart,

@@ -15,7 +15,8 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import Problem, ReshardError, listed, one_for_all, raise_all
+from reshard.base.errors import Problem, ReshardError, listed, raise_all
+from reshard.base.merged_problems import one_for_all
 from reshard.codecs.gguf_blocks import UINT8, BlockElements, check_package
 from reshard.codecs.gguf_types import READABLE_TYPES
 from reshard.families.dialects.gguf import GGUF

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from reshard.base.errors import Problem, understood
+from reshard.base.errors import Problem, reading_values
 from reshard.base.plain_json import json_of
 from reshard.formats.gguf import tokenizer_metadata
 from reshard.formats.gguf.general_metadata import general
@@ -60,13 +60,13 @@ def metadata(config: Mapping[str, Any], files: Mapping[str, bytes], arch: str, f
     keys = TypedMetadata()
     keys.text("general.architecture", arch)
     keys.text("general.type", "model")
-    with understood(PurePath(GENERATION)):
+    with reading_values(PurePath(GENERATION)):
         generation = _generation(files)
         general(keys, config, generation, files.get(README), facts.name, facts.parameters)
-    with understood(PurePath(CONFIG)):
+    with reading_values(PurePath(CONFIG)):
         hyperparameters(config, arch, keys)
         warnings = [*differences(config)]
-    with understood(PurePath(next((name for name in TOKENIZER_FILES if name in files), CONFIG))):
+    with reading_values(PurePath(next((name for name in TOKENIZER_FILES if name in files), CONFIG))):
         warnings += _tokenizer(keys, files, config, arch, facts.vocab)
     return Metadata(keys.values, tuple(warnings))
 

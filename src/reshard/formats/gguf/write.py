@@ -22,7 +22,7 @@ from reshard.codecs.gguf_blocks import UINT8, BlockBytes, check_package, repacke
 from reshard.codecs.gguf_types import BF16, F16, F32, MXFP4, Q8_0, QUANTIZED, TensorType, written
 from reshard.families.dialects.gguf import GGUF
 from reshard.families.rope import rope_parameters
-from reshard.folders.companions import CONFIG
+from reshard.folders.companion_names import CONFIG
 from reshard.formats.contract import Naming, Request, StoredDtypes, Target, Writing
 from reshard.formats.gguf import container
 from reshard.formats.gguf.folder import SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS

@@ -16,12 +16,13 @@ from typing import Any
 from reshard.algebra.layout import Layout, SavedLayout
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError, one_for_each_file, raise_all
+from reshard.base.errors import Problem, ReshardError, raise_all
+from reshard.base.merged_problems import one_for_each_file
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.families.dialects.internevo import dialect
-from reshard.folders.companions import CONFIG as HUB_CONFIG
-from reshard.folders.companions import read_object
+from reshard.folders.companion_names import CONFIG as HUB_CONFIG
 from reshard.folders.iterations import Iteration
+from reshard.folders.json_objects import read_object
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.internlm.join_shards import COPY_AGAIN, InternEvoRank, ShardCollector, another_rank
 from reshard.formats.internlm.model_config import (

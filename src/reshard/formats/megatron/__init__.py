@@ -49,7 +49,7 @@ _READERS = (
 def _is_of_torch(path: Path) -> bool:
     """Whether torch's DCP alone saved the iterations: names of files do not tell Megatron-FSDP from torch_dcp."""
     common = ("common.pt", "metadata.json")
-    folders = iterations.candidates(path)
+    folders = iterations.iteration_folders(path)
     return torch_dist.detect(path) and not any(
         (folder / name).is_file() for folder in folders for name in common
     )

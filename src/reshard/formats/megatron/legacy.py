@@ -63,7 +63,7 @@ NAME = "megatron-legacy"
 
 def detect(path: Path) -> bool:
     """Whether `path` is an iteration folder with `mp_rank_*`, or a folder with such iterations."""
-    return any(any(folder.glob(f"mp_rank_*/{STATE_FILE}")) for folder in iterations.candidates(path))
+    return any(any(folder.glob(f"mp_rank_*/{STATE_FILE}")) for folder in iterations.iteration_folders(path))
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -99,13 +99,13 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         format=NAME,
         dialect=replace(MEGATRON, engine=str(args.get(COMPUTED_BY, MEGATRON.name))),
         tensors=reader.tensors(),
-        description=ModelDescription(iterations.described_in(folder), args=args),
+        description=ModelDescription(iterations.config_folder(folder), args=args),
         layout=SavedLayout.of(layout),
         iteration=step,
         dropped=dropped,
         replicas=reader.found.replicas,
         problems=problems,
-        notes=iterations.belied(folder, files[ranks[0]].get("iteration")),
+        notes=iterations.renamed_note(folder, files[ranks[0]].get("iteration")),
         variant="Transformer Engine" if reader.fused else "local",
     )
 

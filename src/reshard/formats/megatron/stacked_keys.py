@@ -96,14 +96,14 @@ def checkpoint_of(
         dialect=replace(MEGATRON, engine=engine_of(folder, common, tensors)),
         tensors=tensors,
         description=ModelDescription(
-            iterations.described_in(folder), tokenizers=tuple(_beside(folder)), args=args
+            iterations.config_folder(folder), tokenizers=tuple(_beside(folder)), args=args
         ),
         layout=layout,
         iteration=step,
         optimizer=OptimizerContents(states, adam, proof, is_ordered=bool(buffers.buckets)),
         dropped=dropped,
         problems=reader.copies.problems() or [*saved.swapped()],
-        notes=[*iterations.belied(folder, common.get("iteration")), *unread],
+        notes=[*iterations.renamed_note(folder, common.get("iteration")), *unread],
         variant=saved.kind or ("one key for each layer" if reader.per_layer else "stacked"),
     )
 

@@ -23,8 +23,8 @@ from reshard.containers.dcp_chunks import ChunkFile
 from reshard.containers.dcp_metadata import (
     DcpMetadata,
     DcpTensor,
+    chunk_spans,
     read_metadata,
-    spans,
     write_metadata,
 )
 from reshard.containers.torchfiles.read import ChunkReader
@@ -65,7 +65,7 @@ def detect(path: Path) -> bool:
     """Whether `path` is an iteration folder in torch_dist, or a folder with such iterations."""
     return any(
         ((folder / ".metadata").is_file() or any(folder.glob("__*_*.distcp"))) and _is_megatrons(folder)
-        for folder in iterations.candidates(path)
+        for folder in iterations.iteration_folders(path)
     )
 
 
@@ -118,7 +118,7 @@ def _spelled(metadata: DcpMetadata) -> tuple[dict[str, DcpTensor], str]:
 @contextmanager
 def _reading(sources: Sources, stored: Mapping[str, DcpTensor]) -> Iterator[ReadChunk]:
     """Each chunk is a file of torch.save inside a `.distcp` file."""
-    chunks = ChunkReader(sources, spans(stored.values()))
+    chunks = ChunkReader(sources, chunk_spans(stored.values()))
     try:
         yield lambda tensor, chunk: chunks.read(
             chunk.file, chunk.offset, chunk.length, tensor.dtype, chunk.sizes

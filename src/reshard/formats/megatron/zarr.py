@@ -35,7 +35,7 @@ NAME = "megatron-zarr"
 
 def detect(path: Path) -> bool:
     """Whether `path` is an iteration folder in zarr, or a folder with such iterations."""
-    return any(map(_holds, iterations.candidates(path)))
+    return any(map(_holds, iterations.iteration_folders(path)))
 
 
 def _holds(folder: Path) -> bool:
@@ -86,9 +86,11 @@ def _objects(folders: list[Path]) -> Iterator[tuple[str, DcpChunk]]:
 def _reading(sources: Sources, stored: Mapping[str, DcpTensor]) -> Iterator[ReadChunk]:
     """Each chunk is a file. Raises ReshardError listing those that are missing or have another size."""
     arrays = {key: array for key, array in stored.items() if isinstance(array, ZarrArray)}
-    lacking = (zarr_arrays.missing_chunks(key, array) for key, array in arrays.items())
+    lacking = (zarr_arrays.missing_chunks_problem(key, array) for key, array in arrays.items())
     problems = [problem for problem in lacking if problem]
-    problems += [problem for array in arrays.values() for problem in zarr_arrays.misfits(array, sources)]
+    problems += [
+        problem for array in arrays.values() for problem in zarr_arrays.size_problems(array, sources)
+    ]
     raise_all(problems)
 
     def read(tensor: DcpTensor, chunk: DcpChunk) -> StoredTensor:

@@ -16,12 +16,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, one_for_all, raise_all
+from reshard.base.errors import Problem, raise_all
+from reshard.base.merged_problems import one_for_all
 from reshard.families.dialect import HUB
 from reshard.families.dialects import mlx
 from reshard.folders import iterations
-from reshard.folders.companions import read_object
 from reshard.folders.iterations import Iteration
+from reshard.folders.json_objects import read_object
 from reshard.formats import apply_renamings, huggingface
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.contract import Format

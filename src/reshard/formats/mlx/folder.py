@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError, one_for_all, raise_all
+from reshard.base.errors import Problem, ReshardError, raise_all
+from reshard.base.merged_problems import one_for_all
 from reshard.codecs.mlx_modes import SMALL_FLOAT_MODES, ModeSettings, settings_in
 from reshard.codecs.mlx_weights import WeightParts, dequantized
 from reshard.families.dialects import mlx
-from reshard.folders.companions import CONFIG
+from reshard.folders.companion_names import CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.formats import apply_renamings, huggingface, safetensors_writers
 from reshard.formats.checkpoint import Checkpoint, FormatData

@@ -1,7 +1,8 @@
 """Read Orbax containers that have MaxText's names.
 
 `<run>/checkpoints/<step>/items` has `_METADATA`, JSON with the keys of every leaf of the saved tree, and the arrays
-(`stores/orbax.py`). The tree is Linen's, `params.params.decoder…`, or NNX's, `decoder….value`, also below `base`.
+(`containers/orbax_arrays.py`). The tree is Linen's, `params.params.decoder…`, or NNX's, `decoder….value`, also below
+`base`.
 Sources: orbax-checkpoint 0.12.8, and `checkpoint_conversion` of MaxText as of August 2026; folders that both wrote.
 """
 
@@ -22,7 +23,8 @@ from reshard.algebra.views import View, assemble
 from reshard.base.errors import Problem, ReshardError, listed, raise_all
 from reshard.base.plain_json import json_of
 from reshard.containers import zarr_arrays
-from reshard.containers.zarr_arrays import ZarrArray
+from reshard.containers.orbax_arrays import DATABASE, METADATA, ArrayShape, chunk_url, open_arrays
+from reshard.containers.zarr_arrays import ZarrArray, places
 from reshard.families.dialects.maxtext import MAXTEXT
 from reshard.folders.iterations import Iteration, refuse
 from reshard.formats import foreign
@@ -32,8 +34,6 @@ from reshard.formats.optimizer import OPTIMIZER_STATES
 from reshard.formats.orbax.layer_names import normal
 from reshard.formats.unique_names import under_new_names
 from reshard.stores import is_remote
-from reshard.stores.orbax import DATABASE, METADATA, ArrayShape, chunk_in, places
-from reshard.stores.registry import container
 from reshard.transfer.source_files import Sources
 
 NAME, UNSCANNED = "orbax", "orbax-unscanned"
@@ -231,7 +231,7 @@ class _ArrayReader:
 
     def __init__(self, folder: Path, sources: Sources) -> None:
         self._folder, self._sources = folder, sources
-        self._container = container(folder)
+        self._container = open_arrays(folder)
         if self._container.is_database and not (folder / DATABASE).is_file():
             raise ReshardError(
                 "orbax-database-missing",
@@ -272,12 +272,12 @@ class _ArrayReader:
                 found=array.dtype,
                 remedy="convert a checkpoint whose weights are not quantized",
             )
-        if missing := self._container.missing(stored):
+        if missing := self._container.missing_chunks(stored):
             self._problems.append(self._incomplete(name, array, missing))
         parts = []
         for at in places(array.counts):
             low, size = array.box(at)
-            storage = Storage(chunk_in(self._folder, stored, at), 0, prod(size) * dtype.itemsize)
+            storage = Storage(chunk_url(self._folder, stored, at), 0, prod(size) * dtype.itemsize)
             self._sources.open(storage.path).close()
             self._largest = max(self._largest, storage.nbytes)
             parts.append((low, View.of(Cells(storage, dtype), *size)))
@@ -285,8 +285,8 @@ class _ArrayReader:
 
     def _plain(self, name: str, array: ZarrArray) -> Tensor:
         """A tensor whose chunks are not compressed, as reshard writes them."""
-        lacking = zarr_arrays.missing_chunks(name, array)
-        self._problems += [lacking] if lacking else zarr_arrays.misfits(array, self._sources)
+        lacking = zarr_arrays.missing_chunks_problem(name, array)
+        self._problems += [lacking] if lacking else zarr_arrays.size_problems(array, self._sources)
         parts = [
             (chunk.offsets, Tensor.stored(zarr_arrays.read_chunk(array, chunk)).view)
             for chunk in array.chunks

@@ -19,8 +19,8 @@ from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.containers.safetensors import read_tensors
 from reshard.families.dialect import HUB
 from reshard.folders import iterations
-from reshard.folders.companions import read_object
 from reshard.folders.iterations import Iteration
+from reshard.folders.json_objects import read_object
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.contract import Format
 from reshard.formats.sharding import Split

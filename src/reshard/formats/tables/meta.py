@@ -27,8 +27,8 @@ from reshard.families.dialects.internevo import dialect
 from reshard.families.rope import rope_parameters
 from reshard.families.rules import Dims
 from reshard.folders import iterations
-from reshard.folders.companions import read_object
 from reshard.folders.iterations import Iteration
+from reshard.folders.json_objects import read_object
 from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.contract import Format, Naming, Ranks, Request, Target, Writing

@@ -13,7 +13,7 @@ from reshard.base.errors import ReshardError, listed
 from reshard.base.plain_json import to_json
 from reshard.containers import safetensors
 from reshard.families.dialects import mistral
-from reshard.folders.companions import CONFIG
+from reshard.folders.companion_names import CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.formats import apply_renamings, foreign, huggingface, weight_files
 from reshard.formats.checkpoint import Checkpoint

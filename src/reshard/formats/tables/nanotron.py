@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from reshard.algebra.layout import SavedLayout
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, assemble, overlaps
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed, one_for_all, raise_all, said
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed, raise_all, said
+from reshard.base.merged_problems import one_for_all
 from reshard.containers.safetensors import read_file
 from reshard.containers.torchfiles.untrusted import shape_of
 from reshard.families.dialects.nanotron import dialect

@@ -18,7 +18,7 @@ from typing import Any
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.folders.companions import CONFIG
+from reshard.folders.companion_names import CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.formats import foreign, huggingface, mlx, safetensors_writers
 from reshard.formats.checkpoint import Checkpoint

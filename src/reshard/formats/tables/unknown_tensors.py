@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.merged_problems import one_for_all
 from reshard.formats.checkpoint import Checkpoint
 
 

@@ -22,7 +22,7 @@ from reshard.base.errors import Problem, ReshardError, listed
 from reshard.containers.safetensors import read_tensors
 from reshard.families.dialect import HUB
 from reshard.folders import iterations
-from reshard.folders.companions import CONFIG
+from reshard.folders.companion_names import CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint, ModelDescription

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.foreign_text import clipped, shown
+from reshard.base.foreign_text import clipped, printable_line
 from reshard.base.languages import Text
 from reshard.base.plain_json import MAX_CODE_BYTES
 from reshard.base.translations import translated
 from reshard.commands.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, inspect_checkpoint
 from reshard.folders import iterations
-from reshard.folders.companions import TOKENIZER_CONFIG, Companions, read_object
+from reshard.folders.companion_names import TOKENIZER_CONFIG
+from reshard.folders.companions import Companions
+from reshard.folders.json_objects import read_object
 from reshard.formats import foreign
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.not_found import NOTHING_FOUND
@@ -72,7 +74,7 @@ def check_checkpoint(
 
 def _tracked(path: Path) -> Path:
     """The path; for a Megatron run without a tracker file, its last iteration."""
-    steps = iterations.found_in(path)
+    steps = iterations.iterations_in(path)
     return path if not steps or (path / iterations.TRACKER).exists() else list(steps.values())[-1]
 
 
@@ -162,7 +164,7 @@ def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
     """A problem that `inspect` found, with the command to run next."""
     cure = [translated(problem, "remedy") if problem.remedy else phrase_text("problem-copy-again")]
     if inspection.next:
-        cure.append(Text.same(f"```\n{shown(inspection.next)}\n```"))
+        cure.append(Text.same(f"```\n{printable_line(inspection.next)}\n```"))
     return replace(rules.of_problem(problem, inspection.checkpoint.path), remedy=Text.lines(cure))
 
 
@@ -189,7 +191,7 @@ def _vocabulary(checkpoint: Checkpoint, companions: Companions) -> Iterator[Find
     """A tokenizer with more tokens than the embedding has rows."""
     tables = (checkpoint.tensors.get(name) for name in checkpoint.dialect.embeddings)
     rows = next((table.shape[0] for table in tables if table is not None), 0)
-    tokens = companions.vocab_size
+    tokens = companions.tokenizer.vocab_size
     if tokens is not None and 0 < rows < tokens:
         place = Location(str(checkpoint.description.folder), None, f"tokens: {tokens}, embedding: {rows}")
         yield rules.finding("checkpoint-vocabulary", [place], {"tokens": tokens, "rows": rows})

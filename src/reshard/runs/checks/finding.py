@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from reshard.base.errors import Problem
-from reshard.base.foreign_text import shown, shown_lines
+from reshard.base.foreign_text import printable_line, printable_lines
 from reshard.base.languages import Text
 from reshard.runs.checks.location import Location
 
@@ -39,10 +39,12 @@ class Finding(Problem):
 
     def __str__(self) -> str:
         """What happened, where, why, and what to do."""
-        where = [shown(f"{place}  {place.text}".rstrip()) for place in self.places]
+        where = [printable_line(f"{place}  {place.text}".rstrip()) for place in self.places]
         fields = [*(("where", each) for each in where), ("rule", self.rule), ("remedy", self.remedy)]
-        lines = [f"  {name}: " + shown_lines(text).replace("\n", "\n    ") for name, text in fields if text]
-        return "\n".join([shown(self.message), *lines])
+        lines = [
+            f"  {name}: " + printable_lines(text).replace("\n", "\n    ") for name, text in fields if text
+        ]
+        return "\n".join([printable_line(self.message), *lines])
 
     def as_dict(self) -> dict[str, Any]:
         """What `doctor --json` says of it, in both languages."""

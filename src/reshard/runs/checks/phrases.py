@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from reshard.base.data_files import read_data
-from reshard.base.foreign_text import shown
+from reshard.base.foreign_text import printable_line
 from reshard.base.languages import LANGUAGES, Text
 from reshard.runs.checks.finding import Finding
 
@@ -36,7 +36,7 @@ def _in_text(value: object, language: str) -> object:
     """A value for a text: foreign words become one line, a `Text` keeps its lines."""
     if isinstance(value, Text):
         return value.of(language)
-    return value if isinstance(value, int | float) else shown(str(value))
+    return value if isinstance(value, int | float) else printable_line(str(value))
 
 
 @lru_cache(maxsize=1)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.foreign_text import clipped, shown
+from reshard.base.foreign_text import clipped, printable_line
 from reshard.base.languages import Text
 from reshard.base.plain_json import decoded
 from reshard.base.suggest import similar_path
@@ -189,15 +189,17 @@ class _Seen:
 
     def _note_end(self, log: Log, count: int, on_read: Callable[[Text], None]) -> None:
         """Note whether a log without errors says that its run ended well, and report what was read."""
-        shown = {"target": "stdin" if log.name == STDIN else log.name, "count": count}
+        printable_line = {"target": "stdin" if log.name == STDIN else log.name, "count": count}
         if line := ended_well(log.lines):
             self.ends_well = True
             on_read(
-                phrase_text("read-end", line=line.number, said=clipped(line.text.strip(), MAX_SAID), **shown)
+                phrase_text(
+                    "read-end", line=line.number, said=clipped(line.text.strip(), MAX_SAID), **printable_line
+                )
             )
         else:
             self.unended = self.unended or of_unended(log)
-            on_read(phrase_text("read-lines", **shown))
+            on_read(phrase_text("read-lines", **printable_line))
 
     def without_end(self, found: Sequence[Finding]) -> list[Finding]:
         """The answer if no target shows an error, and none of the logs says that the run ended well."""
@@ -367,6 +369,7 @@ def typed(finding: Finding, commands: Sequence[str]) -> Finding:
     if len(commands) != 1 or not commands[0] or "--to" in commands[0].split():
         return finding
     cure = (
-        _CONVERT.sub(lambda _: shown(commands[0]), text) for text in (finding.remedy.en, finding.remedy.zh)
+        _CONVERT.sub(lambda _: printable_line(commands[0]), text)
+        for text in (finding.remedy.en, finding.remedy.zh)
     )
     return replace(finding, remedy=Text(*cure))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reshard.base.foreign_text import clipped, shown_lines
+from reshard.base.foreign_text import clipped, printable_lines
 from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import UNKNOWN, UNKNOWN_FAILURE, Finding
@@ -81,7 +81,7 @@ def run_facts(log: Log) -> list[Text]:
 def _shown(first: Traceback, *, is_quoted: bool) -> Text:
     """The innermost frames of a failure, and its message if the remedy does not quote it."""
     frames = [f"  {frame}" for frame in first.frames[-6:]]
-    frames += [f"    {shown_lines(first.source)}"] if first.source else []
+    frames += [f"    {printable_lines(first.source)}"] if first.source else []
     said = (
         phrase_text("cut-off") if first.exception == CUT_OFF_TRACEBACK else Text.same(_indented(first.said))
     )
@@ -102,4 +102,4 @@ def _where_to_search(first: Traceback) -> Text:
 
 def _indented(said: str) -> str:
     """Text from a log, indented like frames, to distinguish it from the doctor's own lines."""
-    return "\n".join(f"  {line}" for line in clipped(shown_lines(said), MAX_MESSAGE).split("\n"))
+    return "\n".join(f"  {line}" for line in clipped(printable_lines(said), MAX_MESSAGE).split("\n"))

@@ -14,7 +14,7 @@ from typing import Any
 
 from reshard.base.errors import Problem
 from reshard.base.exceptions_to_problems import problems_of
-from reshard.base.foreign_text import shown_json, strict
+from reshard.base.foreign_text import printable_json, strict
 from reshard.runs.mcp.confinement import confine
 
 MEMBERS_KEPT = (1000, 300, 100, 30, 10, 3, 1, 0)
@@ -107,7 +107,7 @@ def shortened(answer: Mapping[str, Any], characters: int) -> str:
 
 
 def _json(content: Any) -> str:
-    return shown_json(json.dumps(content, ensure_ascii=False, default=str, allow_nan=False))
+    return printable_json(json.dumps(content, ensure_ascii=False, default=str, allow_nan=False))
 
 
 def _cut(content: Any, most: int) -> Any:

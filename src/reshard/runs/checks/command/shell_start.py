@@ -9,7 +9,7 @@ from pathlib import Path
 from shutil import which
 
 from reshard.base.errors import ReshardError
-from reshard.base.foreign_text import shown
+from reshard.base.foreign_text import printable_line
 from reshard.base.suggest import did_you_mean
 from reshard.runs.checks.command.interpreters import is_of_shell, program
 from reshard.runs.checks.command.read_command import LAUNCHER_PROGRAMS, SHELL_PROGRAMS
@@ -37,7 +37,7 @@ def as_started(words: Sequence[str], environment: Mapping[str, str], folder: Pat
         raise ReshardError(
             "program-not-found",
             "the program of the command is not found",
-            found=shown(words[0]),
+            found=printable_line(words[0]),
             remedy=_instead(words[0]),
         )
     shell = "bash" if which("bash", path=environment.get("PATH", os.defpath)) else "sh"

@@ -135,6 +135,6 @@ def occupied(output: Path) -> Iterator[Problem]:
 
 
 def _is_of_reshard(folder: Path) -> bool:
-    from reshard.folders.companions import RECORD  # imports numpy, which a good run does not need
+    from reshard.folders.companion_names import RECORD
 
     return (folder / RECORD).is_file()

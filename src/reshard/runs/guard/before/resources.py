@@ -8,7 +8,8 @@ import shutil
 import socket
 from collections.abc import Iterator
 
-from reshard.base.errors import Problem, memory_size
+from reshard.base.errors import Problem
+from reshard.base.quantities import memory_size
 from reshard.runs.checks.command.command_settings import plain_source
 from reshard.runs.checks.command.read_command import TrainingCommand
 from reshard.runs.checks.environment import Environment

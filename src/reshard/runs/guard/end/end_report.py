@@ -142,12 +142,12 @@ class EndReport:
     def summary_for_nodes(self) -> dict[str, Any]:
         """What the guards of other nodes are told."""
         assert self.failure
-        shown = " ".join(self.failure.shown[-1:])[:MAX_SENTENCE]
+        printable_line = " ".join(self.failure.shown[-1:])[:MAX_SENTENCE]
         return {
             "who": self.failure.who,
             "did": self.failure.did,
             "follows": self.failure.follows,
-            "shown": shown,
+            "shown": printable_line,
         }
 
     def _incomplete(self) -> dict[str, list[str]]:
@@ -171,25 +171,25 @@ class EndReport:
         print_why(self.failure, console, language)
 
     def _lines(self, words: dict[str, str]) -> Iterable[str]:
-        from reshard.base.foreign_text import shown
+        from reshard.base.foreign_text import printable_line
 
         if self.elsewhere:
             said = [self.elsewhere.get(name, "") for name in ("who", "node", "did", "shown")]
             yield ""
-            yield shown(words["elsewhere"].format(*said))
+            yield printable_line(words["elsewhere"].format(*said))
             yield words["there"]
         if self.outcome.signal and not self.failure:
             yield words["interrupted"].format(signal_name(self.outcome.signal))
         if self.outcome.status and self.outcome.left:
             yield words["left"].format(" ".join(map(str, self.outcome.left)))
         if self.outcome.status and self.log:
-            yield words["log"].format(shown(str(self.log)))
+            yield words["log"].format(printable_line(str(self.log)))
         if self.saved is not None:
-            yield from map(shown, self._of_checkpoints(words))
+            yield from map(printable_line, self._of_checkpoints(words))
         if self.final:
-            yield from map(shown, self._of_final(words))
+            yield from map(printable_line, self._of_final(words))
         elif self.place:
-            yield shown(words["unchanged" if self.place.exists() else "not made"].format(self.place))
+            yield printable_line(words["unchanged" if self.place.exists() else "not made"].format(self.place))
         yield from str(self.requeued).splitlines()
 
     def _of_checkpoints(self, words: dict[str, str]) -> Iterable[str]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard.base.errors import Problem, size
+from reshard.base.errors import Problem
+from reshard.base.quantities import size
 from reshard.runs.guard.watch.process_tree import Process, Processes
 from reshard.runs.guard.watch.watcher import Notice, Watcher
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard.base.errors import GIB, Problem, memory_size
+from reshard.base.errors import Problem
+from reshard.base.quantities import GIB, memory_size
 from reshard.runs.train.memory import activations
 from reshard.runs.train.memory.activations import KeptBytes, LayerWidths
 from reshard.runs.train.memory.gpu_models import PlannedGpus

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from reshard.base.errors import GIB, ReshardError
+from reshard.base.errors import ReshardError
+from reshard.base.quantities import GIB
 from reshard.base.suggest import did_you_mean
 
 GPU_GIB = {

@@ -68,7 +68,7 @@ def _on_meta(folder: Path, *, trusted: bool) -> Any:
     import torch
     from transformers import AutoConfig
 
-    from reshard.folders.companions import read_object
+    from reshard.folders.json_objects import read_object
     from reshard.oracle.transformers import auto_class
     from reshard.transfer.source_files import Sources
 

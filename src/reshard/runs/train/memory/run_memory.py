@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.folders.companions import read_object
+from reshard.folders.json_objects import read_object
 from reshard.runs.checks.environment import look_around
 from reshard.runs.train.memory.activations import LayerWidths
 from reshard.runs.train.memory.estimate import TrainingSetup, memory_problem

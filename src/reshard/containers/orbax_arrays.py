@@ -13,25 +13,25 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property
 from importlib import import_module
 from itertools import count
 from math import prod
 from pathlib import Path
 from threading import RLock
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from reshard.base.errors import ReshardError
 from reshard.base.missing_packages import install_command
-from reshard.stores.address import Address, StoreKind, shown_address
-from reshard.stores.file_info import FileInfo, Stamp
-from reshard.stores.open_file import LocalFile, OpenFile
-from reshard.stores.range_responses import RangeRequest
-from reshard.stores.store import Store
+from reshard.containers.zarr_arrays import places
+from reshard.stores import OpenFile, Stamp, open_file, registry
+from reshard.stores.address import Address, StoreKind
+from reshard.stores.file_info import FileInfo
+from reshard.stores.local_store import LocalStore, local_path
 
-SCHEME, PACKAGE = "orbax", "tensorstore"
+PACKAGE = "tensorstore"
 METADATA, DATABASE = "_METADATA", "manifest.ocdbt"
 LARGE_CHUNK_BYTES = 256 << 20
 """Bytes of a chunk above which its parts are decoded one by one, if it has parts."""
@@ -45,6 +45,7 @@ class ArrayShape(NamedTuple):
     """The shapes of an array and of its chunks, and its dtype under numpy's name."""
 
     dtype: str
+    itemsize: int
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
 
@@ -69,19 +70,19 @@ class ArrayFolder:
         self._decoded: dict[tuple[str, tuple[int, ...]], Path] = {}
 
     @cached_property
-    def _told(self) -> dict[str, Any]:
-        told = json.loads(_content(self.folder / METADATA))
-        return told if isinstance(told, dict) else {}
+    def _metadata(self) -> dict[str, Any]:
+        metadata = json.loads(_content(self.folder / METADATA))
+        return metadata if isinstance(metadata, dict) else {}
 
     @property
     def is_zarr3(self) -> bool:
         """Whether its arrays are in zarr 3."""
-        return bool(self._told.get("use_zarr3"))
+        return bool(self._metadata.get("use_zarr3"))
 
     @property
     def is_database(self) -> bool:
         """Whether its arrays are in OCDBT. Versions that do not say so have its manifest."""
-        return bool(self._told.get("use_ocdbt", (self.folder / DATABASE).is_file()))
+        return bool(self._metadata.get("use_ocdbt", (self.folder / DATABASE).is_file()))
 
     @cached_property
     def _tensorstore(self) -> Any:
@@ -95,25 +96,27 @@ class ArrayFolder:
     @cached_property
     def keys(self) -> frozenset[str]:
         """The names of everything stored: of arrays, their metadata and chunks."""
-        with _understood(self.folder, None):
-            store = self._tensorstore.KvStore.open(self._place(""), context=self._context).result()
+        with _package_errors(self.folder, None):
+            store = self._tensorstore.KvStore.open(self.location(""), context=self._context).result()
             return frozenset(key.decode("utf-8", "replace") for key in store.list().result())
 
-    def _place(self, name: str) -> Any:
+    def location(self, name: str) -> Any:
+        """Where the parts of an array are, as tensorstore describes it; of everything for an empty name."""
         base = f"{self.folder.absolute().as_posix()}/"
         path = f"{name}/" if name else ""
         if not self.is_database:
             return {"driver": "file", "path": base + path}
         return {"driver": "ocdbt", "base": {"driver": "file", "path": base}, "path": path}
 
-    def _open(self, name: str) -> Any:
-        with _decoding, _understood(self.folder, name):
+    def open(self, name: str) -> Any:
+        """An array, as tensorstore opens it."""
+        with _decoding, _package_errors(self.folder, name):
             if name not in self._opened:
                 driver = "zarr3" if self.is_zarr3 else "zarr"
                 # Without this, tensorstore reads chunks that are missing as zeros.
-                spec = {"driver": driver, "kvstore": self._place(name), "fill_missing_data_reads": False}
-                found = self._tensorstore.open(spec, read=True, open=True, context=self._context)
-                self._opened[name] = found.result()
+                spec = {"driver": driver, "kvstore": self.location(name), "fill_missing_data_reads": False}
+                opening = self._tensorstore.open(spec, read=True, open=True, context=self._context)
+                self._opened[name] = opening.result()
             return self._opened[name]
 
     def is_plain(self, name: str) -> bool:
@@ -125,17 +128,16 @@ class ArrayFolder:
 
     def array(self, name: str) -> ArrayShape:
         """An array, from its metadata."""
-        opened = self._open(name)
-        shape, dtype = tuple(opened.shape), opened.dtype
-        layout = opened.chunk_layout
+        opened = self.open(name)
+        itemsize, layout = opened.dtype.numpy_dtype.itemsize, opened.chunk_layout
         chunk = tuple(layout.write_chunk.shape or ())
-        if prod(chunk) * dtype.numpy_dtype.itemsize > LARGE_CHUNK_BYTES:
+        if prod(chunk) * itemsize > LARGE_CHUNK_BYTES:
             chunk = tuple(layout.read_chunk.shape or ())
-        return ArrayShape(dtype.name, shape, chunk)
+        return ArrayShape(opened.dtype.name, itemsize, tuple(opened.shape), chunk)
 
-    def missing(self, name: str) -> list[str]:
+    def missing_chunks(self, name: str) -> list[str]:
         """The names of chunks that are not stored."""
-        opened = self._open(name)
+        opened = self.open(name)
         steps = opened.chunk_layout.write_chunk.shape or ()
         counts = [-(-size // step) for size, step in zip(opened.shape, steps, strict=True)]
         return [key for at in places(counts) if (key := f"{name}/{self._key(at)}") not in self.keys]
@@ -166,75 +168,61 @@ class ArrayFolder:
             self._decoded.clear()
 
     def _decode(self, name: str, at: tuple[int, ...]) -> Path:
-        opened = self._open(name)
-        low, size = self.array(name).box(at)
+        array = self.array(name)
+        low, size = array.box(at)
         box = tuple(slice(first, first + n) for first, n in zip(low, size, strict=True))
-        _check_space(prod(size) * opened.dtype.numpy_dtype.itemsize)
-        with _understood(self.folder, name):
-            elements = opened[box].read(order="C").result()
+        _check_space(prod(size) * array.itemsize)
+        with _package_errors(self.folder, name):
+            elements = self.open(name)[box].read(order="C").result()
         path = _scratch() / f"{next(_numbers)}"
         with path.open("wb") as file:
             elements.tofile(file)
         return path
 
 
-def places(counts: Sequence[int]) -> Iterable[tuple[int, ...]]:
-    """The places in a grid, one after another."""
-    steps = [prod(counts[axis + 1 :]) for axis in range(len(counts))]
-    for number in range(prod(counts)):
-        yield tuple(number // step % count for step, count in zip(steps, counts, strict=True))
+class OrbaxStore(LocalStore):
+    """The decoded chunks of one folder of arrays. It is never listed: readers know its arrays from its metadata."""
 
-
-class OrbaxStore(Store):
-    """One container. It is never listed: readers know its arrays from its metadata."""
-
-    kind = StoreKind((SCHEME,), PACKAGE, "", "FOLDER/ARRAY/CHUNK")
+    kind = StoreKind(("orbax",), PACKAGE, "", "FOLDER/ARRAY/CHUNK")
 
     @classmethod
-    def address(cls, url: str) -> Address:
-        scheme, _, rest = url.partition("://")
-        return Address(scheme, shown_address(scheme, rest, cls.kind))
-
-    @classmethod
-    def holding(cls, place: Address) -> OrbaxStore:
-        return cls(place.shown.rsplit("/", 2)[0])
+    def containing(cls, place: Address) -> OrbaxStore:
+        return cls(place.url.rsplit("/", 2)[0])
 
     @cached_property
     def container(self) -> ArrayFolder:
         """What decodes it."""
-        return ArrayFolder(Path("/", *self.url.split("/")[2:]))
+        return ArrayFolder(local_path(self.url))
 
-    def forget(self) -> None:
-        """Remove the temporary files."""
-        self.container.forget()
-
-    def _find(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
+    def list_files(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
         return {}
 
-    def _look(self, url: str) -> FileInfo | None:
+    def look_up(self, url: str) -> FileInfo | None:
         if not _CHUNK.fullmatch(url):
             return None  # somebody typed it
         name, at = _chunk_of(url)
         array = self.container.array(name)
-        size = self.container._open(name).dtype.numpy_dtype.itemsize * prod(array.box(at)[1])
-        return FileInfo(size, self.container.modified(name))
+        return FileInfo(array.itemsize * prod(array.box(at)[1]), self.container.modified(name))
 
     def opened(self, url: str, entry: FileInfo) -> OpenFile:
         return _OpenChunk(self.container, *_chunk_of(url), entry)
 
-    def fetch(self, wanted: RangeRequest) -> bytes:
-        with LocalFile(self.container.decoded(*_chunk_of(wanted.url))) as file:
-            return file.read(wanted.begin, wanted.end - wanted.begin)
+
+registry.register(OrbaxStore)
 
 
-def arrays_in(folder: Path) -> str:
-    """The URL of the arrays in a folder."""
-    return f"{SCHEME}:/{folder.absolute().as_posix()}"
+def open_arrays(folder: Path) -> ArrayFolder:
+    """The arrays in a folder, as it is now; what was decoded of them before is removed."""
+    store = OrbaxStore(OrbaxStore.inside(folder))
+    before = registry.replace(store)
+    if isinstance(before, OrbaxStore):
+        before.container.forget()
+    return store.container
 
 
-def chunk_in(folder: Path, name: str, at: Sequence[int]) -> str:
+def chunk_url(folder: Path, name: str, at: Sequence[int]) -> str:
     """The URL of a chunk of an array."""
-    return f"{arrays_in(folder)}/{name}/{'.'.join(map(str, at)) or 'all'}"
+    return f"{OrbaxStore.inside(folder)}/{name}/{'.'.join(map(str, at)) or 'all'}"
 
 
 _CHUNK = re.compile(r"(?s).*/[^/]+/(\d+(\.\d+)*|all)")
@@ -245,49 +233,36 @@ def _chunk_of(url: str) -> tuple[str, tuple[int, ...]]:
     return name, () if at == "all" else tuple(map(int, at.split(".")))
 
 
-class _OpenChunk:
+class _OpenChunk(OpenFile):
     """A chunk, open for reading; it is decoded when something is read."""
 
     def __init__(self, container: ArrayFolder, name: str, at: tuple[int, ...], entry: FileInfo) -> None:
         self._container, self._name, self._at, self._entry = container, name, at, entry
-        self._found: LocalFile | None = None
-
-    @property
-    def size(self) -> int:
-        return self._entry.size
+        self._file: OpenFile | None = None
 
     def stamp(self) -> Stamp:
-        return Stamp(self._entry.size, self._entry.modified, self._entry.identity)
+        return self._entry.stamp()
 
-    @property
-    def _file(self) -> LocalFile:
-        if self._found is None:
-            self._found = LocalFile(self._container.decoded(self._name, self._at))
-        return self._found
+    def _decoded(self) -> OpenFile:
+        if self._file is None:
+            self._file = open_file(self._container.decoded(self._name, self._at))
+        return self._file
 
     def read(self, at: int, count: int) -> bytes:
-        return self._file.read(at, count)
+        return self._decoded().read(at, count)
 
     def fill(self, parts: Iterable[tuple[int, memoryview]]) -> int | None:
-        return self._file.fill(parts)
+        return self._decoded().fill(parts)
 
     def close(self) -> None:
-        if self._found is not None:
-            self._found.close()
-            self._found = None
-
-    def __enter__(self) -> _OpenChunk:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def _content(path: Path) -> bytes:
     """The content of a file, whose name is in the error if it cannot be read."""
-    with LocalFile(path) as file:
+    with open_file(path) as file:
         return file.read(0, file.size)
 
 
@@ -313,27 +288,20 @@ def _check_space(nbytes: int) -> None:
         )
 
 
-class _understood:  # noqa: N801
-    """Turns the errors of tensorstore into those of reshard."""
-
-    def __init__(self, folder: Path, name: str | None) -> None:
-        self._folder, self._name = folder, name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, ValueError | NotImplementedError):
-            raise ReshardError(
-                "orbax-array-unreadable",
-                "tensorstore cannot read an array of an Orbax checkpoint",
-                tensor=self._name,
-                file=str(self._folder),
-                found=" ".join(str(error).split("[tensorstore_spec=")[0].split())[:300],
-                remedy="copy the checkpoint again from where it was saved, or use another step of the run",
-            ) from error
+@contextmanager
+def _package_errors(folder: Path, name: str | None) -> Iterator[None]:
+    """Turn the errors of tensorstore into those of reshard."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        raise ReshardError(
+            "orbax-array-unreadable",
+            "tensorstore cannot read an array of an Orbax checkpoint",
+            tensor=name,
+            file=str(folder),
+            found=" ".join(str(error).split("[tensorstore_spec=")[0].split())[:300],
+            remedy="copy the checkpoint again from where it was saved, or use another step of the run",
+        ) from error
 
 
 def _package() -> Any:
