@@ -191,7 +191,7 @@ def test_the_folder_of_the_step_can_be_named_itself(name: str) -> None:
     run, step = (reshard.open(path).checkpoint for path in (DATA / name, DATA / name / TAG))
     assert step.tensors.keys() == run.tensors.keys()
     assert step.iteration == run.iteration == 2
-    assert step.root.resolve() == DATA / name
+    assert step.description.folder.resolve() == DATA / name
 
 
 def test_iteration_chooses_a_step_and_latest_does_otherwise(copy: Any) -> None:

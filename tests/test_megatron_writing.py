@@ -371,7 +371,7 @@ def by_megatron(checkpoint: Genuine, format: MegatronFormat) -> Any:
     return megatron_logits(
         checkpoint.iteration(format),
         TOKENS,
-        args={**checkpoint.description.args, "moe_grouped_gemm": False},
+        args={**checkpoint.args, "moe_grouped_gemm": False},
         layout=None if format == "torch_dist" else checkpoint.layout,
     )
 

@@ -414,7 +414,7 @@ def test_debug_shows_the_traceback(copy: Copy) -> None:
 
 def test_what_nobody_foresaw_is_told_without_a_traceback(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     src = copy("qwen3")
-    monkeypatch.setattr("reshard.api.conversion.convert", lambda *args, **options: {}["surprise"])
+    monkeypatch.setattr("reshard.api.conversion.converted", lambda *args, **options: {}["surprise"])
     problem = refusal(*convert(src, *MEGATRON))
     assert problem["found"] == "KeyError: 'surprise'" and "--debug" in problem["remedy"]
     assert "Traceback" in reshard(*convert(src, *MEGATRON, "--debug")).err

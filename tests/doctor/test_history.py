@@ -315,7 +315,11 @@ def test_who_is_prepared_for_several_versions_is_not_accused(tmp_path: Path) -> 
 
 
 SCRIPTS = {
-    "a name": ("from peft import prepare_model_for_int8_training\n", "script-name-gone", ""),
+    "a name": (
+        "from peft import prepare_model_for_int8_training\n",
+        "script-name-gone",
+        "from peft import prepare_model_for_kbit_training",
+    ),
     "an attribute": ("import trl\ntrl.DataCollatorForCompletionOnlyLM('x')\n", "script-name-gone", ""),
     "a slip": (
         "from peft import LoraConfig\nLoraConfig(target_moduls=['q_proj'])\n",

@@ -15,7 +15,7 @@ from reshard.base.languages import LANGUAGES, Text, locale_language
 from reshard.base.options import About
 from reshard.base.values import StrPath
 from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
-from reshard.cli.options import quiet_option
+from reshard.cli.options import TARGET, quiet_option
 from reshard.cli.record import record_options
 from reshard.cli.usage import Command
 from reshard.runs.checks.environment import ENVIRONMENT_PACKAGES, Environment, look_around
@@ -92,7 +92,7 @@ class Flags(DoctorOptions, CatalogueOptions):
 
 
 @click.command("doctor", cls=Command)
-@click.argument("targets", nargs=-1, metavar="[TARGET …]")
+@click.argument("targets", nargs=-1, metavar="[TARGET …]", type=TARGET)
 @record_options(Flags)
 @quiet_option("Print one line for each finding.")
 @common_options

@@ -53,6 +53,9 @@ class ValueType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes n
 SOURCE, OUTPUT, LOCAL = (ValueType(values.path(each)) for each in (source_path, typed_path, expanded_path))
 """Paths to read (local, in a store, or on the Hub), paths to write, and paths of this machine."""
 
+TARGET = ValueType(values.PATH)
+"""A path as it was typed."""
+
 
 def quiet_option(help: str = "Print warnings and errors only.") -> Callable[[Any], Any]:
     """`--quiet`, or `-q`."""
