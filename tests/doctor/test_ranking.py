@@ -9,9 +9,8 @@ import pytest
 
 from reshard.base.languages import Text
 from reshard.runs.checks.finding import Finding
-from reshard.runs.doctor.candidates import candidates_of
 from reshard.runs.doctor.entries import catalogue_entry
-from reshard.runs.doctor.ranking import Candidate, Explains, Specificity, ranked
+from reshard.runs.doctor.ranking import Candidate, Explains, Specificity, candidates_of, causes_in, ranked
 from reshard.runs.doctor.text.log import read_log
 
 FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "data/guard")
@@ -47,10 +46,10 @@ def test_the_order_in_which_candidates_are_found_changes_nothing(path: Path) -> 
 
 def test_the_names_of_files_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     logs = [read_log("log", path.read_text(errors="replace")) for path in LOGS]
-    before = [[each.finding.code for each in ranked(candidates_of(log))] for log in logs]
+    before = [[each.code for each in causes_in(log)] for log in logs]
     turned = dict(reversed(catalogue_entry.catalogue().items()))
     monkeypatch.setattr("reshard.runs.doctor.entries.matching.catalogue", lambda: turned)
-    assert [[each.finding.code for each in ranked(candidates_of(log))] for log in logs] == before
+    assert [[each.code for each in causes_in(log)] for log in logs] == before
 
 
 def test_what_explains_the_first_failure_comes_before_what_is_only_more_specific() -> None:

@@ -1,13 +1,45 @@
-"""Candidates for the cause of a failure, and the one function that orders them."""
+"""What may have caused the failure in a log: everything that any recogniser finds, and the one function that orders it.
+
+A recogniser looks at the first failure of a log and returns a finding. Which of several is right depends on what each
+explains and how specific it is, so the order of recognisers means nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from reshard.base.languages import Text
 from reshard.runs.checks.finding import CERTAINTIES, UNKNOWN_FAILURE, Finding
+from reshard.runs.checks.location import Location
+from reshard.runs.checks.rules import covered_by
+from reshard.runs.doctor.causes import (
+    divisibility,
+    gpus_and_ports,
+    out_of_memory,
+    rank_mismatches,
+    shape_mismatches,
+    weight_names,
+)
+from reshard.runs.doctor.causes.advice_in_message import of_reshard, of_setting
+from reshard.runs.doctor.causes.api_changes import of_failure
+from reshard.runs.doctor.causes.checkpoint_kinds import of_kind
+from reshard.runs.doctor.causes.dtype_errors import of_dtypes
+from reshard.runs.doctor.causes.fatal_signals import of_exit
+from reshard.runs.doctor.causes.import_errors import of_module, of_pair, of_symbol
+from reshard.runs.doctor.causes.message_rules import of_message
+from reshard.runs.doctor.causes.missing_programs import of_program
+from reshard.runs.doctor.causes.package_requirements import of_packages, of_requirement, of_resolver
+from reshard.runs.doctor.causes.shadowed_packages import of_shadow
+from reshard.runs.doctor.causes.unknown_arguments import of_arguments
+from reshard.runs.doctor.entries.matching import EntryMatch, of_description, of_entries
+from reshard.runs.doctor.text.ended_well import ended_well
+from reshard.runs.doctor.text.error_lines import is_error
+from reshard.runs.doctor.text.first_failure import first_sign
+from reshard.runs.doctor.text.log import Log, Traceback
+from reshard.runs.doctor.text.partial_failures import EXIT_STATUS, is_consequence, is_launchers
+from reshard.runs.doctor.unknown_failure import of_unknown, of_unseen
 
 
 class Explains(IntEnum):
@@ -32,7 +64,7 @@ class Specificity(IntEnum):
     """The kind of the exception, or what its message asks for."""
     MESSAGE = 2
     """A known message."""
-    TOLD_APART = 3
+    DISTINGUISHED = 3
     """A known message, and another line or version that its entry requires or hints at."""
     HISTORY = 4
     """Releases that have a name, against those in use; requirements; names of weights."""
@@ -44,11 +76,7 @@ class Specificity(IntEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible cause of a failure in a log.
-
-    `line` is where it shows, `rest` whether a finding is complete by itself: not if an entry of the same failure has
-    more to say.
-    """
+    """A possible cause of a failure in a log. `line` is where it shows."""
 
     finding: Finding
     explains: Explains
@@ -60,7 +88,7 @@ class Candidate:
     @property
     def is_entry(self) -> bool:
         """Whether its texts come from an entry, which computed candidates complete."""
-        return self.specificity in (Specificity.MESSAGE, Specificity.TOLD_APART)
+        return self.specificity in (Specificity.MESSAGE, Specificity.DISTINGUISHED)
 
     @property
     def is_known(self) -> bool:
@@ -73,6 +101,92 @@ class Candidate:
         sure = CERTAINTIES.index(self.finding.certainty)
         evidence = len(self.finding.evidence)
         return self.explains, -self.specificity, sure, -evidence, self.line, self.finding.code
+
+
+Recogniser = Callable[[Traceback, Log], Finding | None]
+
+
+RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
+    Specificity.CONTENT: frozenset({of_kind, of_reshard}),
+    Specificity.NUMBERS: frozenset(
+        {
+            *(
+                shape_mismatches.of_shapes,
+                out_of_memory.of_memory,
+                gpus_and_ports.of_devices,
+                rank_mismatches.of_absent,
+                rank_mismatches.of_ssh,
+            ),
+            *(divisibility.of_divisors, of_arguments, of_exit, of_message),
+            of_program,
+        }
+    ),
+    Specificity.HISTORY: frozenset(
+        {
+            *(of_failure, of_shadow, of_symbol, of_resolver, of_requirement, weight_names.of_names),
+            of_dtypes,
+        }
+    ),
+    Specificity.KIND: frozenset(
+        {
+            *(of_packages, of_module, of_pair, rank_mismatches.of_hang),
+        }
+    ),
+    Specificity.UNKNOWN: frozenset({of_unknown, of_unseen, of_setting}),
+}
+"""The recognisers, by how closely what they find fits."""
+
+
+def causes_in(log: Log) -> list[Finding]:
+    """The causes in a log, the most probable of the first failure first."""
+    return [each.finding for each in ranked(candidates_of(log))]
+
+
+def candidates_of(log: Log) -> list[Candidate]:
+    """All candidates for what a log shows."""
+    root = first_sign(log)
+    candidates = [_of_entry(match) for match in of_entries(log, root)]
+    if loading := weight_names.of_loading(log):
+        place = loading.places[0].line or 0
+        covers = frozenset(weight_names.ENTRIES_OF_NAMES)
+        explains = Explains.FIRST if root and root.first <= place <= root.end else Explains.WARNING
+        candidates.append(Candidate(loading, explains, Specificity.KIND, place, covers))
+    if root is None and not any(each.explains < Explains.WARNING for each in candidates):
+        root = out_of_memory.last_words(log)
+    is_prose = root is None or not (root.exception or root.frames or is_error(root.said))
+    if is_prose and not candidates and not ended_well(log.lines) and (described := of_description(log)):
+        line = described.places[0].line or 0
+        candidates.append(Candidate(described, Explains.FIRST, Specificity.MESSAGE, line))
+    return [*candidates, *(_of_failure(root, log) if root else ())]
+
+
+def _of_entry(match: EntryMatch) -> Candidate:
+    """An entry explains what its line is part of."""
+    is_symptom = match.entry.kind == "symptom"
+    if match.is_at_root:
+        explains = Explains.FIRST
+    elif is_symptom:
+        explains = Explains.SYMPTOM
+    else:
+        explains = Explains.WARNING if match.finding.severity == "warning" else Explains.OTHER
+    if is_symptom and match.is_at_root:
+        specificity = Specificity.KIND
+    else:
+        specificity = Specificity.DISTINGUISHED if match.is_distinguished else Specificity.MESSAGE
+    covers = frozenset() if is_symptom else frozenset(match.entry.symptom_of)
+    return Candidate(match.finding, explains, specificity, match.line.number, covers)
+
+
+def _of_failure(root: Traceback, log: Log) -> Iterator[Candidate]:
+    """What explains the first failure. A launcher's, or that of a lost connection, only follows from another one."""
+    follows = is_launchers(root) or is_consequence(root) or root.exception == EXIT_STATUS
+    place = Location.of(log.name, root.last, root.said)
+    for specificity, recognisers in RECOGNISERS.items():
+        unknown = specificity is Specificity.UNKNOWN and follows
+        explains = Explains.SYMPTOM if unknown else Explains.FIRST
+        for finding in filter(None, (recogniser(root, log) for recogniser in recognisers)):
+            placed = finding if finding.places else replace(finding, places=(place,))
+            yield Candidate(placed, explains, specificity, root.last, covered_by(finding.code))
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -119,13 +233,13 @@ def _completed(alike: list[Candidate]) -> Candidate:
     if entry is None or best.specificity is Specificity.CONTENT:
         return replace(best, finding=_with(best.finding, codes))
     computed = [each.finding for each in alike if each.specificity > entry.specificity]
-    shown = [each for found in computed for each in (found.rule, *found.evidence)]
+    reasons = [text for each in computed for text in (each.rule, *each.evidence)]
     finding = replace(
         entry.finding,
-        remedy=Text.lines(dict.fromkeys([*(found.remedy for found in computed), entry.finding.remedy])),
-        evidence=tuple(dict.fromkeys((*entry.finding.evidence, *shown))),
+        remedy=Text.lines(dict.fromkeys([*(each.remedy for each in computed), entry.finding.remedy])),
+        evidence=tuple(dict.fromkeys((*entry.finding.evidence, *reasons))),
         certainty=min((each.certainty for each in (entry.finding, *computed)), key=CERTAINTIES.index),
-        values={name: value for found in computed for name, value in found.values.items()},
+        values={name: value for each in computed for name, value in each.values.items()},
     )
     return replace(entry, finding=_with(finding, codes))
 

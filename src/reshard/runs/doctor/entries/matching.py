@@ -1,11 +1,11 @@
-"""The entries that a log matches, as candidates."""
+"""The entries that a log matches, with the findings that they make."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -13,12 +13,11 @@ from packaging.version import InvalidVersion, Version
 
 from reshard.base.foreign_text import clipped
 from reshard.base.languages import Text
-from reshard.runs.checks.finding import CERTAINTIES, UNKNOWN_FAILURE, Finding
+from reshard.runs.checks.finding import CERTAINTIES, Finding
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.entries.analyses import ANALYSES
 from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogue
-from reshard.runs.doctor.ranking import Candidate, Explains, Specificity
 from reshard.runs.doctor.text.first_failure import is_in, live_lines, living, which_is_first
 from reshard.runs.doctor.text.free_text import is_by_person
 from reshard.runs.doctor.text.log import Log, LogLine, Traceback
@@ -29,61 +28,55 @@ WARNINGS = ("warning", "silent")
 """Kinds of entries that end no run."""
 
 
-def of_entries(log: Log, root: Traceback | None) -> list[Candidate]:
+def of_entries(log: Log, root: Traceback | None) -> list[EntryMatch]:
     """The entries that a log matches. `root` is its first failure."""
     alive = living(log)
     failures = [*alive, *([root] if root and root not in alive else [])]
     whole = _Passage(log.ordered, failures)
     live = _Passage(live_lines(log), failures)
-    hits = [hit for entry in catalogue().values() if (hit := _hit(entry, log, root, whole, live))]
-    by_failure: dict[object, list[_Hit]] = {}
-    for hit in hits:
-        by_failure.setdefault(_failure(hit.line, failures), []).append(hit)
-    return [_candidate(hit, by_failure[_failure(hit.line, failures)], log, root) for hit in hits]
+    matches = [
+        match for entry in catalogue().values() if (match := _entry_match(entry, log, root, whole, live))
+    ]
+    by_failure: dict[object, list[EntryMatch]] = {}
+    for match in matches:
+        by_failure.setdefault(_failure(match.line, failures), []).append(match)
+    return [_judged(match, by_failure[_failure(match.line, failures)], root) for match in matches]
 
 
 MAX_DESCRIPTION = 60
 """Maximum lines of a person's description of a run: longer texts are logs."""
 
 
-def of_description(log: Log) -> Candidate | None:
+def of_description(log: Log) -> Finding | None:
     """The entry that a person describes without a line of its log; None for logs."""
     lines = [line for line in log.lines if line.text.strip()]
     title_and_question = [lines[0].text, lines[-1].text] if lines else []
     if len(lines) > MAX_DESCRIPTION or not any(map(is_by_person, title_and_question)):
         return None
     text = "\n".join(line.text for line in lines)
-    found = (entry for entry in catalogue().values() if any(each.search(text) for each in entry.described))
-    entry = next(found, None)
-    if entry is None:
-        return None
-    finding = Finding(
-        code=entry.id,
-        message=entry.title,
-        rule=entry.cause,
-        remedy=entry.cure,
-        certainty="possible",
-        places=(Location.of(log.name, lines[0].number, lines[0].text),),
-        sources=entry.sources,
+    described = (
+        entry for entry in catalogue().values() if any(each.search(text) for each in entry.described)
     )
-    covers = frozenset({UNKNOWN_FAILURE})
-    return Candidate(finding, Explains.FIRST, Specificity.MESSAGE, lines[0].number, covers)
+    entry = next(described, None)
+    return _finding(entry, lines[0], log, entry.cure, "possible") if entry else None
 
 
 @dataclass(frozen=True)
-class _Hit:
-    """An entry in a log, at a line."""
+class EntryMatch:
+    """An entry that a log matches at a line, and the finding that it makes."""
 
     entry: CatalogueEntry
     line: LogLine
-    at_root: bool
-    specificity: Specificity
-    evidence: tuple[Text, ...] = ()
+    is_at_root: bool
+    """Whether the line is of the first failure."""
+    is_distinguished: bool
+    """Whether another line or a version also shows what the entry requires or hints at."""
+    finding: Finding
 
 
-def _hit(
+def _entry_match(
     entry: CatalogueEntry, log: Log, root: Traceback | None, whole: _Passage, live: _Passage
-) -> _Hit | None:
+) -> EntryMatch | None:
     passage = live if entry.kind in FATAL else whole
     explains = root is not None and any(pattern.search(root.said) for pattern in entry.patterns)
     line = next((hit for pattern in entry.patterns if (hit := passage.hit(pattern))), None)
@@ -93,76 +86,87 @@ def _hit(
         line = next((each for each in whole.lines if each.number == root.last), line)
     if line is None or not _applies(entry, whole.text, log.versions):
         return None
-    said = root.said if root and explains else line.text
-    is_root = explains or (root is not None and is_in(line, root))
-    first = [which_is_first(root)] if root and explains else []
-    if entry.kind == "symptom" and is_root:
-        return _Hit(entry, line, is_root, Specificity.KIND, tuple(first))
-    beside = whole.text.replace(said, "") if said else whole.text
-    shown = [
-        phrase_text("log-shows", text=_short(found[0]))
+    message = root.said if root and explains else line.text
+    is_at_root = explains or (root is not None and is_in(line, root))
+    evidence = [which_is_first(root)] if root and explains else []
+    is_distinguished = False
+    if entry.kind != "symptom" or not is_at_root:
+        context = whole.text.replace(message, "") if message else whole.text
+        signs = _signs(entry, context, log)
+        evidence += signs
+        is_distinguished = bool(signs) or any(_distinguishes(pattern, context) for pattern in entry.needs)
+    added = ANALYSES[entry.analysis](log, root)
+    cure = _cure(entry, root.said if root and is_at_root else line.text)
+    remedy = Text.lines([added.first_step, cure]) if added.first_step else cure
+    finding = _finding(entry, line, log, remedy, entry.certainty, (*evidence, *added.evidence))
+    return EntryMatch(entry, line, is_at_root, is_distinguished, finding)
+
+
+def _finding(
+    entry: CatalogueEntry,
+    line: LogLine,
+    log: Log,
+    remedy: Text,
+    certainty: str,
+    evidence: tuple[Text, ...] = (),
+) -> Finding:
+    return Finding(
+        code=entry.id,
+        message=entry.title,
+        rule=entry.cause,
+        remedy=remedy,
+        certainty=certainty,
+        severity="warning" if entry.kind in WARNINGS else "error",
+        places=(Location.of(log.name, line.number, line.text),),
+        evidence=evidence,
+        sources=entry.sources,
+    )
+
+
+def _signs(entry: CatalogueEntry, context: str, log: Log) -> list[Text]:
+    """What a log shows of an entry besides its message: hints, and affected versions."""
+    hints = [
+        phrase_text("log-shows", text=_short(match[0]))
         for each in entry.hints
-        if (found := each.search(beside))
-    ][:3]
+        if (match := each.search(context))
+    ]
     affected = [
         phrase_text("version-affected", name=name, version=log.versions[name], affected=specifier)
         for name, specifier in entry.versions.items()
         if name in log.versions and _inside(log.versions[name], specifier)
     ]
-    apart = shown or affected or any(_tells_apart(pattern, beside) for pattern in entry.needs)
-    specificity = Specificity.TOLD_APART if apart else Specificity.MESSAGE
-    return _Hit(entry, line, is_root, specificity, (*first, *shown, *affected))
+    return [*hints[:3], *affected]
 
 
-def _tells_apart(need: re.Pattern[str], beside: str) -> bool:
-    """Whether something beside a message is what its entry requires. That nothing is there says little."""
-    return need.search(beside) is not None and need.search("") is None
+def _distinguishes(need: re.Pattern[str], context: str) -> bool:
+    """Whether something around a message is what its entry requires. That nothing is there says little."""
+    return need.search(context) is not None and need.search("") is None
 
 
-def _candidate(hit: _Hit, alike: list[_Hit], log: Log, root: Traceback | None) -> Candidate:
-    entry = hit.entry
-    added = ANALYSES[entry.analysis](log, root)
-    cure = _cure(hit, root)
-    finding = Finding(
-        code=entry.id,
-        message=entry.title,
-        rule=entry.cause,
-        remedy=Text.lines([added.first_step, cure]) if added.first_step else cure,
-        certainty=max(_certainty(hit, alike, root), entry.certainty, key=CERTAINTIES.index),
-        severity="warning" if entry.kind in WARNINGS else "error",
-        places=(Location.of(log.name, hit.line.number, hit.line.text),),
-        evidence=(*hit.evidence, *added.evidence),
-        sources=entry.sources,
-    )
-    covers = frozenset(entry.symptom_of) if entry.kind != "symptom" else frozenset()
-    return Candidate(finding, _explains(hit, root), hit.specificity, hit.line.number, covers)
+def _judged(match: EntryMatch, alike: list[EntryMatch], root: Traceback | None) -> EntryMatch:
+    """A match whose finding is as certain as the other matches of the same failure allow."""
+    certainty = max(_certainty(match, alike, root), match.entry.certainty, key=CERTAINTIES.index)
+    return replace(match, finding=replace(match.finding, certainty=certainty))
 
 
-def _explains(hit: _Hit, root: Traceback | None) -> Explains:
-    if hit.at_root:
-        return Explains.FIRST
-    if hit.entry.kind == "symptom":
-        return Explains.SYMPTOM
-    return Explains.WARNING if hit.entry.kind in WARNINGS else Explains.OTHER
-
-
-def _certainty(hit: _Hit, alike: list[_Hit], root: Traceback | None) -> str:
+def _certainty(match: EntryMatch, alike: list[EntryMatch], root: Traceback | None) -> str:
     """How certain an entry is: one message alone is never enough, nor one that another entry has as well."""
-    rivals = [each for each in alike if each is not hit and each.entry.kind != "symptom"]
-    ahead = all(each.specificity < hit.specificity for each in rivals)
-    if hit.specificity is Specificity.TOLD_APART and ahead and (hit.at_root or root is None):
-        return "sure"
-    in_code = root is not None and bool(root.frames) and hit.at_root
-    apart = hit.specificity is Specificity.TOLD_APART or in_code or hit.entry.kind in WARNINGS
-    return "likely" if ahead and apart and hit.specificity is not Specificity.KIND else "possible"
+    rivals = [each for each in alike if each is not match and each.entry.kind != "symptom"]
+    if rivals and (not match.is_distinguished or any(each.is_distinguished for each in rivals)):
+        return "possible"
+    if match.is_distinguished:
+        return "sure" if match.is_at_root or root is None else "likely"
+    is_symptom = match.entry.kind == "symptom"
+    in_code = root is not None and bool(root.frames) and match.is_at_root and not is_symptom
+    return "likely" if in_code or match.entry.kind in WARNINGS else "possible"
 
 
-def _cure(hit: _Hit, root: Traceback | None) -> Text:
-    """The remedy of an entry, with what its patterns found for its placeholders."""
-    cure, said = hit.entry.cure, root.said if root and hit.at_root else hit.line.text
-    named = (each for each in hit.entry.patterns if each.groupindex)
-    found = [pair for each in named if (match := each.search(said)) for pair in match.groupdict().items()]
-    for name, value in found:
+def _cure(entry: CatalogueEntry, message: str) -> Text:
+    """The remedy of an entry, with what its patterns find in a message for its placeholders."""
+    cure = entry.cure
+    named = (each for each in entry.patterns if each.groupindex)
+    groups = [pair for each in named if (match := each.search(message)) for pair in match.groupdict().items()]
+    for name, value in groups:
         if name.isupper() and value:
             cure = Text(cure.en.replace(name, value), cure.zh.replace(name, value))
     return cure
@@ -183,10 +187,10 @@ class _Passage:
 
     def hit(self, pattern: re.Pattern[str]) -> LogLine | None:
         """The line in which a pattern's first match ends."""
-        found = pattern.search(self.text)
-        if found is None:
+        match = pattern.search(self.text)
+        if match is None:
             return None
-        first, last = self.line(found.start()), self.line(max(found.start(), found.end() - 1))
+        first, last = self.line(match.start()), self.line(max(match.start(), match.end() - 1))
         if first is last or _failure(first, self._failures) == _failure(last, self._failures):
             return last
         return self._inside(pattern)
@@ -194,9 +198,9 @@ class _Passage:
     def _inside(self, pattern: re.Pattern[str]) -> LogLine | None:
         """The same for a pattern that joins a failure's message with lines around it: in each failure separately."""
         for failure in self._failures:
-            said = [line for line in self.lines if is_in(line, failure)]
-            if said and pattern.search("\n".join(line.text for line in said)):
-                return next((line for line in said if line.number == failure.last), said[-1])
+            lines = [line for line in self.lines if is_in(line, failure)]
+            if lines and pattern.search("\n".join(line.text for line in lines)):
+                return next((line for line in lines if line.number == failure.last), lines[-1])
         return next((line for line in self.lines if pattern.search(line.text)), None)
 
 
@@ -226,5 +230,5 @@ def _short(text: str) -> str:
 
 def _failure(line: LogLine, failures: Sequence[Traceback]) -> object:
     """What a line belongs to: a failure, including its message, or only itself."""
-    found = next((each for each in failures if is_in(line, each)), None)
-    return (found.stream, found.first) if found else line.number
+    failure = next((each for each in failures if is_in(line, each)), None)
+    return (failure.stream, failure.first) if failure else line.number
