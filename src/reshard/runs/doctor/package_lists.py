@@ -28,16 +28,22 @@ _OTHER = re.compile(r"\s*(?:#.*|-e\s.*|-+(?:\s+-+)*|Package\s+Version.*|[\w.-]+\
 
 def versions_in(lines: Iterable[str]) -> dict[str, str]:
     """Versions by package, if the lines are a list of packages without a failure among them; else {}."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     other = 0
     for line in lines:
         if _FAILURE.match(line):
             return {}
-        if match := _PACKAGE.match(line.rstrip()):
-            found[canonicalize_name(match["name"])] = match["version"]
+        if package := package_in(line):
+            versions[package[0]] = package[1]
         elif not _OTHER.fullmatch(line):
             other += 1
-    return found if len(found) >= LEAST_PACKAGES and other <= MAX_OTHER_SHARE * len(found) else {}
+    return versions if len(versions) >= LEAST_PACKAGES and other <= MAX_OTHER_SHARE * len(versions) else {}
+
+
+def package_in(line: str) -> tuple[str, str] | None:
+    """The package and the version in a line of a list."""
+    match = _PACKAGE.match(line.rstrip())
+    return (canonicalize_name(match["name"]), match["version"]) if match else None
 
 
 def diagnose_freeze(name: str, versions: dict[str, str]) -> list[Finding]:

@@ -36,8 +36,8 @@ def of_unseen(root: Traceback, log: Log) -> Finding | None:
     """The answer to a log in which only the launcher reports that a worker failed."""
     if not is_launchers(root):
         return None
-    who = log.first_to_die
-    evidence = [] if who is None else [phrase_text("first-to-die", who=who)]
+    first = log.first_to_die
+    evidence = [phrase_text("first-to-die", who=first[0])] if first else []
     return rules.finding(
         WORKER_TRACEBACK_MISSING, [last_line(root, log)], evidence=[*evidence, *run_facts(log)]
     )

@@ -12,20 +12,16 @@ from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.text.free_text import describes_hang
 from reshard.runs.doctor.text.log import Log, Traceback
+from reshard.runs.doctor.text.run_details import ABSENT_RANKS, MAX_WORLD_SIZE
 
-_NAMED = re.compile(r"\bRanks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier")
 _STORED = re.compile(
     r"\[(?P<rank>\d+)\] is setting up NCCL communicator and retrieving ncclUniqueId from \[(?P<other>\d+)\]"
 )
-_JOINED = re.compile(
-    r"\b(?P<came>\d+)/(?P<all>\d+) clients joined"
-    r"|world_size=(?P<size>\d+), (?:num_workers_joined|worker_count)=(?P<workers>\d+)"
-)
+_JOINED = re.compile(r"world_size=(?P<of>\d+), (?:num_workers_joined|worker_count)=(?P<came>\d+)")
 _WAITED = re.compile(
     r"\[Rank (?P<rank>\d+)\] (?:Watchdog caught collective operation timeout|Observed flight recorder)"
 )
 _SPEAKS = re.compile(r"\[[Rr]ank ?(\d+)\]|(?<![\w.])rank (\d+) nranks \d+")
-_WORLD = re.compile(r"(?i)\bnranks (\d+)|\bworld[_ ]size['\"]?\s{0,2}[=:]\s{0,2}(\d+)")
 _NCCL = re.compile(
     r"(?:(?P<host>[A-Za-z][\w.-]*):)?\d+:\d+ \[\d+\] NCCL INFO [^\n]{0,200}?\brank (?P<rank>\d+) nranks"
 )
@@ -33,39 +29,37 @@ _NCCL = re.compile(
 _LOCAL = re.compile(
     r"(?:nproc[-_]per[-_]node|local_world_size|NPROC_PER_NODE)['\"]?[ =:]{1,3}(?P<count>[1-9]\d*)"
 )
-MAX_WORLD_SIZE = 4096
-"""Maximum number of ranks: a larger number is not a world size."""
 
 
 def of_absent(root: Traceback, log: Log) -> Finding | None:
     """The finding for ranks that did not come, as far as a log shows them."""
-    told = _absent(root, log)
-    return rules.finding("ranks-absent", values={"told": told}) if told else None
+    absent = _absent(root, log)
+    return rules.finding("ranks-absent", values={"told": absent}) if absent else None
 
 
 def _absent(root: Traceback, log: Log) -> Text | None:
     """The ranks that did not come, with their hosts."""
-    if named := _NAMED.search(root.said):
-        ranks = [int(rank) for rank in named["ranks"].split(", ")]
+    match = ABSENT_RANKS.search(root.said)
+    if match and match["ranks"]:
+        ranks = [int(rank) for rank in match["ranks"].split(", ")]
         return phrase_text("absent-named", absent=_listed(ranks, log))
     if stored := _STORED.search(root.said):
         return phrase_text("absent-store", **stored.groupdict())
-    if joined := _JOINED.search(root.said):
-        came, every = int(joined["came"] or joined["workers"]), int(joined["all"] or joined["size"])
-        return _of_count(came, every, log)
+    if joined := match or _JOINED.search(root.said):
+        return _of_count(int(joined["came"]), int(joined["of"]), log)
     waited = {int(rank) for rank in _WAITED.findall(log.text)}
-    absent = set(range(_world(log))) - waited
+    absent = set(range(log.world_size)) - waited
     if not waited or not absent:
         return None
-    shown = {"absent": _listed(absent, log), "waited": _short(waited), "world": len(waited | absent)}
-    return phrase_text("absent-waited", **shown)
+    values = {"absent": _listed(absent, log), "waited": _short(waited), "world": len(waited | absent)}
+    return phrase_text("absent-waited", **values)
 
 
 def _of_count(came: int, every: int, log: Log) -> Text:
     """The missing ranks if only counts are known: those that do not appear in the log."""
     if came > every:
-        shown = {"came": came, "world": every, "times": came // max(1, every)}
-        return phrase_text("absent-more" if came % max(1, every) else "absent-times", **shown)
+        values = {"came": came, "world": every, "times": came // max(1, every)}
+        return phrase_text("absent-more" if came % max(1, every) else "absent-times", **values)
     streams = {line.stream.rpartition("/")[2] for line in log.lines}
     heard = {int(stream) for stream in streams if stream.isdecimal()}
     heard |= {int(one or two) for one, two in _SPEAKS.findall(log.text)}
@@ -73,13 +67,6 @@ def _of_count(came: int, every: int, log: Log) -> Text:
     if heard and len(silent) == every - came:
         return phrase_text("absent-silent", absent=_listed(silent, log), came=came, world=every)
     return phrase_text("absent-some", missing=every - came, came=came, world=every)
-
-
-def _world(log: Log) -> int:
-    """The world size according to a log; 0 if unknown."""
-    found = _WORLD.search(log.text)
-    size = int(found[1] or found[2]) if found else log.world_size
-    return size if size <= MAX_WORLD_SIZE else 0
 
 
 def _listed(ranks: Iterable[int], log: Log) -> str:
@@ -155,14 +142,14 @@ def compared(log: Log) -> list[Text]:
         late = ", ".join(str(rank) for rank in sorted(works) if works[rank].number == first)
         return [phrase_text("ranks-behind", first=first, last=last, late=late)]
     kinds = sorted(set(works.values()))
-    if len(kinds) == 1 and kinds[0].is_barrier and _world(log) != len(works):
+    if len(kinds) == 1 and kinds[0].is_barrier and log.world_size != len(works):
         return [phrase_text("ranks-at-barrier", number=first, shown=kinds[0], count=len(works))]
     if len(kinds) == 1:
         return [phrase_text("ranks-alike", number=first, shown=kinds[0], count=len(works))]
     ranks = {kind: ", ".join(str(rank) for rank in sorted(works) if works[rank] == kind) for kind in kinds}
     sizes = "-sizes" * (len({kind.operation for kind in kinds}) == 1)
-    shown = "; ".join(f"{kind}: rank {ranks[kind]}" for kind in kinds)
-    return [phrase_text(f"ranks-diverged{sizes}", number=first, shown=shown)]
+    by_kind = "; ".join(f"{kind}: rank {ranks[kind]}" for kind in kinds)
+    return [phrase_text(f"ranks-diverged{sizes}", number=first, shown=by_kind)]
 
 
 def of_hang(root: Traceback, log: Log) -> Finding | None:

@@ -17,6 +17,7 @@ from reshard.runs.doctor.text.partial_failures import (
     is_consequence,
     is_launchers,
 )
+from reshard.runs.doctor.text.run_details import ABSENT_RANKS, FIRST_FAILURE_TITLE, STATED_WORLD_SIZE
 from reshard.runs.doctor.text.tracebacks import frame_of
 
 SHOWN, MESSAGE = 300, 2000
@@ -75,10 +76,10 @@ def frames_of(log: Log, failure: Traceback) -> Iterator[Fact]:
     lines = [line for line in log.streams.get(first.stream, []) if line.number >= first.first]
     pairs = iter(zip(lines, [*lines[1:], None], strict=True))
     for frame in first.frames if first.exception != EXIT_STATUS else ():  # the launcher's
-        shown = next((pair for pair in pairs if frame_of(pair[0].text) == frame), None)
-        if shown is None or not (match := _FRAME.fullmatch(frame)):
+        pair = next((pair for pair in pairs if frame_of(pair[0].text) == frame), None)
+        if pair is None or not (match := _FRAME.fullmatch(frame)):
             return
-        line, below = shown
+        line, below = pair
         yield {
             "source": match["source"] or match["file"],
             "source_line": int(match["line"]) if match["line"] else None,
@@ -99,8 +100,8 @@ def ranks_of(logs: Sequence[Log]) -> tuple[dict[str, list[Fact]], Fact]:
     failed = [_raised(log, each, SHOWN) for log in logs for each in living(log) if not is_launchers(each)]
     known: Fact = {
         "first_failed": list(_first_failed(logs)),
-        "world": [*_stated(logs, _WORLD)],
-        "absent": [*_stated(logs, _ABSENT)],
+        "world": [*_stated(logs, STATED_WORLD_SIZE)],
+        "absent": [*_stated(logs, ABSENT_RANKS)],
     }
     return {"last": list(_last_lines(logs)), "failed": failed}, known
 
@@ -115,36 +116,25 @@ def _last_lines(logs: Sequence[Log]) -> Iterator[Fact]:
                 yield {"process": process, "text": text, **at(log.name, line.number)}
 
 
-_OBSERVED = "Root Cause (first observed failure)"
-_RANK = re.compile(r"\s*rank\s*: \d")
-_WORLD = re.compile(r"(?<!\w)(?:WORLD_SIZE|[Ww]orld[ _][Ss]ize)['\"]?\s?[=:]\s?(?P<size>\d+)")
-_ABSENT = re.compile(
-    r"\bRanks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier|\b(?P<came>\d+)/(?P<of>\d+) clients joined"
-)
-
-
 def _first_failed(logs: Sequence[Log]) -> Iterator[Fact]:
     """The rank that torchrun saw fail first."""
     for log in logs:
-        lines = iter(log.lines)
-        is_told = any(_OBSERVED in line.text for line in lines)
-        line = next((line for line in lines if _RANK.match(line.text)), None)
-        if is_told and line:
-            rank = int(line.text.split()[2])
-            yield {"rank": rank, "known_by": f"torchrun: {_OBSERVED}", **at(log.name, line.number)}
+        if log.first_to_die:
+            rank, line = log.first_to_die
+            yield {"rank": rank, "known_by": f"torchrun: {FIRST_FAILURE_TITLE}", **at(log.name, line.number)}
 
 
 def _stated(logs: Sequence[Log], pattern: re.Pattern[str]) -> Iterator[Fact]:
     """The numbers in the first line of each log that says something about the ranks."""
     for log in logs:
-        found = ((line.number, match) for line in log.lines if (match := pattern.search(line.text)))
-        for number, match in islice(found, 1):
-            told = {
+        matches = ((line.number, match) for line in log.lines if (match := pattern.search(line.text)))
+        for number, match in islice(matches, 1):
+            numbers = {
                 name: [int(each) for each in text.split(", ")]
                 for name, text in match.groupdict("").items()
                 if text
             }
             yield {
-                **{name: each if name == "ranks" else each[0] for name, each in told.items()},
+                **{name: each if name == "ranks" else each[0] for name, each in numbers.items()},
                 **at(log.name, number),
             }

@@ -17,6 +17,7 @@ from reshard.runs.checks.command.options import options_in
 from reshard.runs.checks.config_text import read_config
 from reshard.runs.checks.location import CONFIG_SUFFIXES, SHELL_SUFFIXES
 from reshard.runs.checks.script import NOT_PYTHON
+from reshard.runs.doctor.package_lists import package_in
 from reshard.runs.doctor.text.log import Log, LogLine
 from reshard.runs.doctor.text.run_details import LOGGED_PACKAGES, command_in
 from reshard.runs.doctor.text.text_files import ELLIPSIS
@@ -46,7 +47,6 @@ _NEEDED = re.compile(r"(?i)requir|need|newer|later|higher|at least|minimum|recom
 """Words of lines about versions that are not the installed ones."""
 RUN_SUFFIXES = (*SHELL_SUFFIXES, *CONFIG_SUFFIXES, ".py")
 """Suffixes of texts that are no lists of packages."""
-_LISTED = re.compile(rf"(?P<name>[A-Za-z][\w.-]*)(?:\[[\w,-]+\])?(?:\s*===?\s*|\s+){_VERSION}")
 
 
 def versions_in(logs: Sequence[Log], texts: Mapping[str, str]) -> Iterator[Fact]:
@@ -66,27 +66,27 @@ def _stated(logs: Sequence[Log], texts: Mapping[str, str]) -> Iterator[tuple[str
                 yield log.name, line.number, name, version
     for file, text in texts.items():
         for number, row in enumerate([] if file.endswith(RUN_SUFFIXES) else text.splitlines(), 1):
-            if match := _LISTED.match(row):
-                yield file, number, match["name"], match["version"]
+            if package := package_in(row):
+                yield file, number, *package
 
 
 def _versions_of(text: str) -> Iterator[tuple[str, str]]:
     if text.startswith("Successfully installed "):
         parts = (each.rpartition("-") for each in text.split()[2:])
         yield from ((name, version) for name, _, version in parts if name)
-    for found in _INSTALLED.finditer(text):
-        yield found["name"] or found["python"] or "vllm", found["version"] or found["its"] or found["of"]
+    for match in _INSTALLED.finditer(text):
+        yield match["name"] or match["python"] or "vllm", match["version"] or match["its"] or match["of"]
     if (stated := _STATED.match(text)) and not _NEEDED.search(text):
         yield stated["name"], stated["version"]
 
 
 def commands_in(logs: Sequence[Log], texts: Mapping[str, str]) -> Iterator[Fact]:
     """The first command of each log and shell script that starts a run."""
-    found = [(log.name, log.command) for log in logs]
+    commands = [(log.name, log.command) for log in logs]
     for file, text in texts.items():
         lines = [LogLine(number, "", line) for number, line in enumerate(text.splitlines(), 1)]
-        found += [(file, command_in(lines))] if file.endswith(SHELL_SUFFIXES) else []
-    for file, line in found:
+        commands += [(file, command_in(lines))] if file.endswith(SHELL_SUFFIXES) else []
+    for file, line in commands:
         if line and ELLIPSIS not in line.text:
             yield {"text": line.text.strip(), "flags": _flags(line.text), **at(file, line.number)}
 

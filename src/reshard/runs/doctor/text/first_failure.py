@@ -102,7 +102,7 @@ def first_failure(log: Log) -> Traceback | None:
     alive = living(log)
     own = [each for each in alive if not is_consequence(each)] or alive
     named = log.first_to_die
-    by_rank = [each for each in own if named is not None and each.rank == named]
+    by_rank = [each for each in own if named and each.rank == named[0]]
     return next(iter(by_rank or own), None)
 
 

@@ -54,24 +54,14 @@ class Log:
         """The lines of each stream, by its name: of each rank, if lines have a rank in their prefix."""
         return streams_of(self.lines)
 
-    @property
-    def last_lines(self) -> dict[str, LogLine]:
-        """The last line of each stream that is not empty."""
-        return {name: line for name, lines in self.streams.items() for line in lines if line.text.strip()}
-
     @cached_property
     def versions(self) -> dict[str, str]:
         """The versions of packages, the first that the log names of each."""
-        return {package: version for package, (version, _) in self.versions_seen.items()}
-
-    @cached_property
-    def versions_seen(self) -> dict[str, tuple[str, LogLine]]:
-        """The versions of packages, each with the line that names it."""
-        found: dict[str, tuple[str, LogLine]] = {}
+        versions: dict[str, str] = {}
         for line in self.lines:
             for package, version in versions_in(line.text):
-                found.setdefault(package, (version, line))
-        return found
+                versions.setdefault(package, version)
+        return versions
 
     @cached_property
     def command(self) -> LogLine | None:
@@ -79,14 +69,14 @@ class Log:
         return command_in(self.ordered)
 
     @cached_property
-    def first_to_die(self) -> int | None:
-        """The rank that torchrun reports as the first to fail; None if it reports none."""
-        return first_to_die_in(self.text)
+    def first_to_die(self) -> tuple[int, LogLine] | None:
+        """The rank that torchrun reports as the first to fail, with its line; None if it reports none."""
+        return first_to_die_in(self.ordered)
 
     @cached_property
     def world_size(self) -> int:
         """The number of ranks that the log names; 0 if it names none."""
-        return next((size for line in self.lines if (size := world_size_in(line.text))), 0)
+        return world_size_in(self.text)
 
     @cached_property
     def gpu(self) -> str | None:
@@ -121,8 +111,8 @@ def read_log(name: str, content: str | Iterable[str]) -> Log:
     """
     raw = content.split("\n") if isinstance(content, str) else content
     lines = [line for each in thinned(map(shortened, raw)) for line in _unescaped(LogLine(*each))]
-    found = [each for stream in streams_of(lines).values() for each in tracebacks(stream)]
-    return Log(name, lines, sorted(found, key=lambda t: t.first))
+    failures = [each for stream in streams_of(lines).values() for each in tracebacks(stream)]
+    return Log(name, lines, sorted(failures, key=lambda each: each.first))
 
 
 def streams_of(lines: Iterable[LogLine]) -> dict[str, list[LogLine]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from reshard.runs.doctor.text.tracebacks import LogLine
 
@@ -46,27 +46,42 @@ def command_in(lines: Sequence[LogLine]) -> LogLine | None:
     end = at
     while lines[end].text.endswith("\\") and end + 1 < len(lines):
         end += 1
-    shown = " ".join(line.text.rstrip("\\").strip() for line in lines[at : end + 1])
-    match = _COMMAND.search(shown)
-    return lines[at]._replace(text=match["command"].rstrip("`") if match else shown)
+    command = " ".join(line.text.rstrip("\\").strip() for line in lines[at : end + 1])
+    match = _COMMAND.search(command)
+    return lines[at]._replace(text=match["command"].rstrip("`") if match else command)
 
 
-_FIRST_TO_DIE = re.compile(r"Root Cause \(first observed failure\):(?:\n.*?){1,8}?rank\s*:\s*(?P<rank>\d+)")
-_WORLD_SIZE = re.compile(
-    r"\b(?:WORLD_SIZE|world[ _]size|num_processes|nproc[_-]per[_-]node)\b\D{0,4}(?P<size>\d+)"
+FIRST_FAILURE_TITLE = "Root Cause (first observed failure)"
+"""Torchrun's, above the rank that it saw fail first."""
+_RANK_ROW = re.compile(r"\s*rank\s*: (?P<rank>\d+)")
+ABSENT_RANKS = re.compile(
+    r"\bRanks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier|\b(?P<came>\d+)/(?P<of>\d+) clients joined"
 )
+STATED_WORLD_SIZE = re.compile(r"\b(?:WORLD_SIZE|[Ww]orld[ _][Ss]ize)['\"]?\s{0,2}[=:]\s{0,2}(?P<size>\d+)")
+_WORLD_SIZES = (
+    STATED_WORLD_SIZE,
+    re.compile(r"\bnranks (?P<size>\d+)"),
+    re.compile(r"\b(?:WORLD_SIZE|world[ _]size|num_processes|nproc[_-]per[_-]node)\b\D{0,4}(?P<size>\d+)"),
+)
+"""The more certain ones first."""
+MAX_WORLD_SIZE = 4096
+"""Maximum number of ranks: a larger number is not a world size."""
 
 
-def first_to_die_in(text: str) -> int | None:
-    """The rank that torchrun reports as the first to fail."""
-    match = _FIRST_TO_DIE.search(text)
-    return int(match["rank"]) if match else None
+def first_to_die_in(lines: Iterable[LogLine]) -> tuple[int, LogLine] | None:
+    """The rank that torchrun reports as the first to fail, and the line that names it."""
+    rest = iter(lines)
+    if not any(FIRST_FAILURE_TITLE in line.text for line in rest):
+        return None
+    rows = ((line, match) for line in rest if (match := _RANK_ROW.match(line.text)))
+    return next(((int(match["rank"]), line) for line, match in rows), None)
 
 
 def world_size_in(text: str) -> int:
-    """The number of ranks that a line names; 0 if it names none."""
-    match = _WORLD_SIZE.search(text)
-    return int(match["size"]) if match else 0
+    """The number of ranks that a text names; 0 if it names none."""
+    match = next(filter(None, (pattern.search(text) for pattern in _WORLD_SIZES)), None)
+    size = int(match["size"]) if match else 0
+    return size if size <= MAX_WORLD_SIZE else 0
 
 
 _GPU = re.compile(
