@@ -356,7 +356,7 @@ def test_the_traceback_in_an_error_file_of_torchelastic_is_read() -> None:
         {"message": {"message": FAILURE[-1], "extraInfo": {"py_callstack": "\n".join(FAILURE)}}}
     )
     (found,) = read_log("log", content).tracebacks
-    assert len(found.frames) == 2 and found.said == FAILURE[-1]
+    assert len(found.frames) == 2 and found.error_text == FAILURE[-1]
 
 
 def test_an_assertion_without_a_message_is_told_by_its_source() -> None:

@@ -89,7 +89,7 @@ def test_an_unknown_failure_names_where_to_search() -> None:
     ]
     root = Traceback("", 1, 2, 2, "ValueError", "the frob 'a.b' of /tmp/x has 7 grobs, not 8", frames)
     assert issues_of(root) == ("transformers", "https://github.com/huggingface/transformers/issues")
-    assert search_words(root.said) == "ValueError the frob 'a.b' of has grobs not"
+    assert search_words(root.error_text) == "ValueError the frob 'a.b' of has grobs not"
     assert issues_of(Traceback("", 1, 2, 2, "KeyError", "'x'", ["train.py:3 main"]))[0] == ""
     lines = "\n".join([*FAILURE[:-1], "FrobError: no grobs"])
     (found,) = diagnose_text("log", lines)

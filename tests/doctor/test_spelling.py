@@ -85,7 +85,7 @@ def test_keys_of_vllm_are_those_of_its_releases() -> None:
     vllm = table("vllm")
     assert vllm is not None
     engine = {key for name in vllm.raw["functions"] if "EngineArgs" in name for key in vllm.ever(name)}
-    assert keys("vllm") - {"port"} <= engine | vllm.words()
+    assert keys("vllm") - {"port"} <= engine | vllm.reader_keys()
 
 
 def test_no_text_of_the_doctor_names_a_setting_that_is_none() -> None:

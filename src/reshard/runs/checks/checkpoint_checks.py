@@ -104,7 +104,7 @@ def _damage(problem: Problem, path: Path) -> Finding:
     """The finding why a checkpoint cannot be opened."""
     values = {
         "message": translated(problem, "message"),
-        "shows": Text.lines(rules.said_by(problem, "tensor", "rule", "expected", "found")),
+        "shows": Text.lines(rules.field_texts(problem, "tensor", "rule", "expected", "found")),
         "remedy": translated(problem, "remedy") if problem.remedy else phrase_text("problem-copy-again"),
         "path": path,
         "problem": problem.code,

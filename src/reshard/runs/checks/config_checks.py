@@ -206,12 +206,12 @@ CONFIG_CHECKS: dict[str, tuple[Callable[[ConfigText], Iterator[Finding]], ...]] 
 
 def _keys(config: ConfigText, program: str) -> Iterator[Finding]:
     """Keys that the program does not read: of another release, or misspelled."""
-    versions = Versions.beside(config.path, installed=config.installed)
+    versions = Versions.for_file(config.path, installed=config.installed)
     keys = ConfigKeys(program, versions)
     if keys.table is None:
         return
     slips: dict[str, str] = {}
-    for key in _asked(config, program):
+    for key in _keys_to_look_up(config, program):
         name = key.rpartition(".")[2]
         if why := keys.gone(name):
             place = config.renamed(key, why.renamed) if why.renamed else config.dropped(key)
@@ -226,7 +226,7 @@ def _keys(config: ConfigText, program: str) -> Iterator[Finding]:
         yield rules.finding("config-unknown-key", places, values, certainty="likely", evidence=evidence)
 
 
-def _asked(config: ConfigText, program: str) -> list[str]:
+def _keys_to_look_up(config: ConfigText, program: str) -> list[str]:
     """The keys of a config to look up: those that the program reads itself."""
     if program == "deepspeed":
         free = ("optimizer.params.", "scheduler.params.")

@@ -102,10 +102,10 @@ class Environment:
     @property
     def visible(self) -> list[Gpu]:
         """The GPUs that CUDA_VISIBLE_DEVICES selects; by index, otherwise as many as it names."""
-        told = self.variables.get("CUDA_VISIBLE_DEVICES")
-        if told is None:
+        setting = self.variables.get("CUDA_VISIBLE_DEVICES")
+        if setting is None:
             return list(self.gpus)
-        names = [name.strip() for name in told.split(",") if name.strip()]
+        names = [name.strip() for name in setting.split(",") if name.strip()]
         if all(name.isdecimal() for name in names):
             return [self.gpus[int(name)] for name in names if int(name) < len(self.gpus)]
         return [] if names[0].startswith("-") else list(self.gpus[: len(names)])
@@ -134,7 +134,7 @@ def look_around(python: str | None = None) -> Environment:
 
     Raises ReshardError if there is no such interpreter.
     """
-    seen = installed(list(PACKAGE_NAMES)) if python is None else _asked(python)
+    seen = installed(list(PACKAGE_NAMES)) if python is None else _packages_of(python)
     return environment_of(seen, *find_gpus())
 
 
@@ -188,7 +188,7 @@ def ask(
     return answer
 
 
-def _asked(python: str) -> dict[str, Any]:
+def _packages_of(python: str) -> dict[str, Any]:
     """The packages of another interpreter, as it reports them; `python` may be the folder of its environment."""
     path = which(python) or which(str(Path(python, "bin/python")))
     try:
@@ -252,15 +252,15 @@ def find_gpus() -> tuple[list[Gpu], str | None]:
     fields = "name,compute_cap,memory.total,driver_version"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return [], None
-    return parse_smi(shown)
+    return parse_smi(output)
 
 
-def parse_smi(shown: str) -> tuple[list[Gpu], str | None]:
+def parse_smi(output: str) -> tuple[list[Gpu], str | None]:
     """GPUs and driver from lines of name, compute capability, MiB and driver. Memory may be `[N/A]`."""
-    rows = [[part.strip() for part in row.split(",")] for row in shown.splitlines() if row.count(",") == 3]
+    rows = [[part.strip() for part in row.split(",")] for row in output.splitlines() if row.count(",") == 3]
     gpus = [
         Gpu(name, float(capability), int(memory) << 20 if memory.isdecimal() else 0)
         for name, capability, memory, _ in rows

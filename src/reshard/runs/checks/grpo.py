@@ -18,10 +18,10 @@ PROCESS_COUNTS = range(1, 129)
 
 def numbers_of(given: Mapping[str, Any]) -> dict[str, int] | None:
     """The numbers that are set, with TRL's defaults; None if one is known only at run time."""
-    told = {key: given[key] for key in GRPO_OPTIONS if given.get(key) is not None}
-    if not all(isinstance(value, int) for value in told.values()):
+    values = {key: given[key] for key in GRPO_OPTIONS if given.get(key) is not None}
+    if not all(isinstance(value, int) for value in values.values()):
         return None
-    return {**GRPO_DEFAULTS, **{key: value for key, value in told.items() if value > 0}}
+    return {**GRPO_DEFAULTS, **{key: value for key, value in values.items() if value > 0}}
 
 
 def generated(numbers: Mapping[str, int], processes: int) -> int:

@@ -39,11 +39,11 @@ def installed(names: Iterable[str], modules: Iterable[str] = (), paths: Iterable
     }
     for name in names:
         try:
-            found = distribution(name)
+            package = distribution(name)
         except PackageNotFoundError:
             continue
-        seen["versions"][name] = found.version
-        seen["requires"][name] = found.requires or []
+        seen["versions"][name] = package.version
+        seen["requires"][name] = package.requires or []
     torch = _spec("torch", None)
     seen["torch"] = torch.origin if torch else None
     seen["modules"] = {name: _is_there(name, list(paths)) for name in modules}
@@ -53,9 +53,9 @@ def installed(names: Iterable[str], modules: Iterable[str] = (), paths: Iterable
 def _spec(name: str, path: list[str] | None) -> Any:
     """Where a module is, without the import of its parents."""
     for finder in sys.meta_path:
-        found = finder.find_spec(name, path) if hasattr(finder, "find_spec") else None
-        if found is not None:
-            return found
+        spec = finder.find_spec(name, path) if hasattr(finder, "find_spec") else None
+        if spec is not None:
+            return spec
     return None
 
 
@@ -64,13 +64,13 @@ def _is_there(name: str, paths: list[str]) -> bool:
     from importlib.machinery import PathFinder
 
     whole, *below = name.split(".")
-    found = _spec(whole, None) or PathFinder.find_spec(whole, paths)
+    spec = _spec(whole, None) or PathFinder.find_spec(whole, paths)
     for part in below:
-        if found is None or found.submodule_search_locations is None:
+        if spec is None or spec.submodule_search_locations is None:
             return False
         whole = whole + "." + part
-        found = _spec(whole, list(found.submodule_search_locations))
-    return found is not None
+        spec = _spec(whole, list(spec.submodule_search_locations))
+    return spec is not None
 
 
 if __name__ == "__main__":

@@ -48,8 +48,10 @@ def uneven_layout(command: TrainingCommand, place: Location) -> Iterator[Finding
     sizes = {name: int(value) for name, value in given.items() if value.isdecimal()}
     product, world = prod(sizes.values()), _world(command)
     if product and world and world % product:
-        shown = " × ".join(f"{name} {size}" for name, size in sizes.items())
-        yield rules.finding("launch-layout", [place], {"world": world, "product": product, "sizes": shown})
+        sizes_text = " × ".join(f"{name} {size}" for name, size in sizes.items())
+        yield rules.finding(
+            "launch-layout", [place], {"world": world, "product": product, "sizes": sizes_text}
+        )
 
 
 def _launches(path: str) -> Iterator[tuple[Location, TrainingCommand]]:

@@ -22,9 +22,9 @@ class Location:
     fixed: str = ""
 
     @staticmethod
-    def of(target: str, line: int, said: str) -> Location:
+    def of(target: str, line: int, text: str) -> Location:
         """The place of a message: its first line, as far as it is shown."""
-        return Location(target, line, clipped(said.strip().split("\n")[0], MAX_CHARACTERS))
+        return Location(target, line, clipped(text.strip().split("\n")[0], MAX_CHARACTERS))
 
     def __str__(self) -> str:
         return self.target if self.line is None else f"{self.target}:{self.line}"

@@ -14,7 +14,7 @@ from reshard.runs.checks.phrases import phrase_text
 
 def added_later(name: str, own: ApiTable, bounds: Bounds, place: Location, versions: Versions) -> Finding:
     """That a later release added something."""
-    values = {"name": name, "package": own.package, "release": bounds.shown}
+    values = {"name": name, "package": own.package, "release": bounds.since_text}
     values["pin"] = f"{own.package}{bounds.specifier}"
     return rules.finding("script-name-later", [place], values, **versions.proof(own, bounds.until))
 

@@ -25,10 +25,10 @@ def combined(findings: Sequence[Finding]) -> list[Finding]:
     result = []
     for identifier, same in by_id.items():
         if identifier not in explained:
-            shown_by = [
+            consequences = [
                 each for effect, cause in explained.items() if cause == identifier for each in by_id[effect]
             ]
-            result.append(_merged(same, shown_by))
+            result.append(_merged(same, consequences))
     unknown = {_target(each) for each in findings if each.code == UNKNOWN_FAILURE}
     return sorted(result, key=lambda each: (each.severity != "error", _target(each) in unknown))
 

@@ -75,8 +75,8 @@ class Call:
 
     def constant(self, name: str) -> Any:
         """The value of a keyword argument if it is a constant, else None."""
-        found = self.keyword(name)
-        return found.value.value if found and isinstance(found.value, ast.Constant) else None
+        value = self.keyword(name)
+        return value.value.value if value and isinstance(value.value, ast.Constant) else None
 
     def names(self) -> set[str]:
         """All variables and attributes among the arguments."""
@@ -120,10 +120,10 @@ class Script:
     @cached_property
     def values(self) -> dict[str, list[ast.expr]]:
         """All values of each name: from assignments, defaults of parameters, fields and argparse."""
-        found: dict[str, list[ast.expr]] = {}
+        values: dict[str, list[ast.expr]] = {}
         for name, value in _bindings(self.tree):
-            found.setdefault(name, []).append(value)
-        return found
+            values.setdefault(name, []).append(value)
+        return values
 
     @cached_property
     def _passed(self) -> list[tuple[str, ast.expr]]:
@@ -221,17 +221,17 @@ def read_source(path: str) -> Script:
 
 
 def _unreadable(path: str, error: Exception) -> ReshardError:
-    line, said = getattr(error, "lineno", None), getattr(error, "msg", None) or str(error)
+    line, reason = getattr(error, "lineno", None), getattr(error, "msg", None) or str(error)
     remedy = "fix its syntax first"
     if isinstance(error, RecursionError | MemoryError):
-        said, remedy = "it is nested too deeply", "split the long expression or chain"
-    elif "codec" in said or "encoding" in said or "Non-UTF-8" in said:
+        reason, remedy = "it is nested too deeply", "split the long expression or chain"
+    elif "codec" in reason or "encoding" in reason or "Non-UTF-8" in reason:
         remedy = "save it as UTF-8, or declare its encoding in the first line: # -*- coding: gbk -*-"
     return ReshardError(
         "script-not-python",
         "the script cannot be read as Python",
         file=f"{path}:{line}" if line else path,
-        found=said,
+        found=reason,
         remedy=f"{remedy}; if it is not a script, rename it: a log may have any other suffix",
     )
 
@@ -271,12 +271,12 @@ def _block(nodes: Sequence[ast.AST], where: CallPlace) -> Iterator[Call]:
 
 def _side(test: ast.expr) -> str | None:
     """Whether a condition includes only the "main" rank, or only the "others"."""
-    words = ast.unparse(test)
+    condition = ast.unparse(test)
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
         return None  # includes others in another way
-    if _OTHERS.search(words):
+    if _OTHERS.search(condition):
         return "others"
-    return "main" if _MAIN.search(words) else None
+    return "main" if _MAIN.search(condition) else None
 
 
 def _leaves(body: list[ast.stmt]) -> bool:

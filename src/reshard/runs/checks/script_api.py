@@ -27,7 +27,7 @@ def names_of_other_releases(source: Script, _: Launch | None) -> Iterator[Findin
     names = imported_names(source.tree)
     if not names and not source.calls:
         return
-    versions = Versions.beside(source.path, source.text, source.installed)
+    versions = Versions.for_file(source.path, source.text, source.installed)
     places: dict[tuple[str, str], ast.stmt | ast.expr] = {}
     for node, module, name in (*_imported(source.tree), *_read(source.tree, names)):
         places.setdefault((module, name), node)
@@ -84,27 +84,27 @@ def _dotted(node: ast.AST) -> str:
 
 def imported_names(tree: ast.Module) -> dict[str, str]:
     """The meaning of each imported name: a module, or `module:name`, for packages in the history."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {each.asname or each.name: f"{node.module}:{each.name}" for each in node.names}
+            names |= {each.asname or each.name: f"{node.module}:{each.name}" for each in node.names}
         elif isinstance(node, ast.Import):
             roots = {(root := each.name.partition(".")[0]): root for each in node.names if not each.asname}
-            found |= roots | {each.asname: each.name for each in node.names if each.asname}
-    return {name: target for name, target in found.items() if re.split("[.:]", target)[0] in PACKAGE_OF_ROOT}
+            names |= roots | {each.asname: each.name for each in node.names if each.asname}
+    return {name: target for name, target in names.items() if re.split("[.:]", target)[0] in PACKAGE_OF_ROOT}
 
 
 def _defined(tree: ast.Module) -> set[str]:
     """Names that the script defines or imports itself."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {each.asname or each.name.partition(".")[0] for each in node.names}
+            names |= {each.asname or each.name.partition(".")[0] for each in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return found
+            names.add(node.id)
+    return names
 
 
 def _of_name(
@@ -112,22 +112,22 @@ def _of_name(
 ) -> Iterator[Finding]:
     """A name or module that only releases other than the script's have."""
     version = versions.assumed(own)
-    presence, shown = own.module(module), module
+    presence, spelling = own.module(module), module
     if name and presence.at(version) is not False:
-        presence, shown = own.name(module, name), f"{module}.{name}"
+        presence, spelling = own.name(module, name), f"{module}.{name}"
     bounds = presence.bounds(version) if presence.at(version) is False else None
-    replaced = REPLACED_NAMES.get(shown, "")
+    replaced = REPLACED_NAMES.get(spelling, "")
     if bounds is None or (own.is_open(module, version) and not replaced):
         return
     if bounds.since:
-        yield added_later(shown, own, bounds, source.place(node.lineno), versions)
+        yield added_later(spelling, own, bounds, source.place(node.lineno), versions)
         return
     new = own.elsewhere(name, module, max(0, own.place(version)[0])) if name else None
     instead = replaced or (f"from {new} import {name}" if new else "")
     is_alone = isinstance(node, ast.ImportFrom) and len(node.names) == 1 and node.end_lineno == node.lineno
     line = source.lines[node.lineno - 1]
     fixed = re.sub(r"from \S+ import .*", instead, line) if instead.startswith("from ") and is_alone else ""
-    values = {"name": shown, "package": own.package, "release": bounds.last}
+    values = {"name": spelling, "package": own.package, "release": bounds.last}
     values["pin"] = f"{own.package}{bounds.specifier}"
     values["instead"] = phrase_text("write-instead", new=instead) if instead else phrase_text("go-back")
     place = source.place(node.lineno, fixed)

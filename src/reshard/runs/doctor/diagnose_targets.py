@@ -87,13 +87,13 @@ def examine(
     seen = _Seen(on_bytes, on_read, launch)
     for target in named:
         seen.of_usage(target)
-    found = [finding for target in named for finding in seen.of_target(target)]
+    of_targets = [finding for target in named for finding in seen.of_target(target)]
     if seen.problems:
         raise ReshardError(seen.problems)
-    found += seen.without_end(found)
-    findings = spelled((typed(finding, seen.commands) for finding in combined(found)), seen.usage)
+    of_targets += seen.without_end(of_targets)
+    findings = spelled((typed(finding, seen.commands) for finding in combined(of_targets)), seen.usage)
     texts = {**seen.usage.texts, **seen.lists}
-    return Examination(findings, seen.logs, texts, seen.inspected, found, seen.logs_left_out)
+    return Examination(findings, seen.logs, texts, seen.inspected, of_targets, seen.logs_left_out)
 
 
 def _is_plain(target: str) -> bool:
@@ -171,9 +171,9 @@ class _Seen:
         lines = [] if target == STDIN else _first_lines(as_path(target))
         if versions := versions_in(lines):
             self.lists[target] = "\n".join(lines)
-            if not (found := diagnose_freeze(target, versions)):
+            if not (findings := diagnose_freeze(target, versions)):
                 on_read(phrase_text("read-packages", target=target, count=len(versions)))
-            return found
+            return findings
         count = 0
 
         def counted(lines: int) -> None:
@@ -181,11 +181,11 @@ class _Seen:
             count += lines
 
         log = log_of(target, self.on_bytes, counted)
-        found = findings_in(log, self.usage)
-        if all(each.severity != "error" for each in found):
+        findings = findings_in(log, self.usage)
+        if all(each.severity != "error" for each in findings):
             self._note_end(log, count, on_read)
-        self._keep(log, has_findings=bool(found))
-        return found
+        self._keep(log, has_findings=bool(findings))
+        return findings
 
     def _note_end(self, log: Log, count: int, on_read: Callable[[Text], None]) -> None:
         """Note whether a log without errors says that its run ended well, and report what was read."""
@@ -201,9 +201,9 @@ class _Seen:
             self.unended = self.unended or of_unended(log)
             on_read(phrase_text("read-lines", **printable_line))
 
-    def without_end(self, found: Sequence[Finding]) -> list[Finding]:
+    def without_end(self, findings: Sequence[Finding]) -> list[Finding]:
         """The answer if no target shows an error, and none of the logs says that the run ended well."""
-        is_known = self.ends_well or any(each.severity == "error" for each in found)
+        is_known = self.ends_well or any(each.severity == "error" for each in findings)
         return [] if is_known or self.unended is None else [self.unended]
 
     def _keep(self, log: Log, has_findings: bool) -> None:
@@ -227,24 +227,24 @@ class _Seen:
         from reshard.runs.checks.config_checks import check_config
 
         logs, configs = logs_in(folder), configs_in(folder)
-        found: list[Finding] = []
+        findings: list[Finding] = []
         without_weights: ReshardError | None = None
         try:
-            found += self._of_weights(folder)
+            findings += self._of_weights(folder)
         except ReshardError as error:
             without_weights = error
-        found += self._of_logs(folder, logs)
+        findings += self._of_logs(folder, logs)
         for path in configs:
             with suppress(ReshardError):  # files of other tools
-                found += check_config(str(path), launch=self.launch)
-        if without_weights and not (found or logs):
+                findings += check_config(str(path), launch=self.launch)
+        if without_weights and not (findings or logs):
             raise nothing_in(without_weights)
-        return found
+        return findings
 
     def _of_logs(self, folder: Path, logs: Sequence[Path]) -> list[Finding]:
         """The findings of the logs of a run. Those without any are counted if they are many."""
         clean: list[Text] = []
-        found = [each for path in logs[:MAX_LOGS] for each in self._of_text(str(path), clean.append)]
+        findings = [each for path in logs[:MAX_LOGS] for each in self._of_text(str(path), clean.append)]
         if len(clean) > MAX_NAMED_LOGS:
             clean = [
                 phrase_text("read-logs", count=len(clean), total=min(len(logs), MAX_LOGS), target=folder)
@@ -253,7 +253,7 @@ class _Seen:
             clean.append(phrase_text("logs-not-read", count=len(logs) - MAX_LOGS, target=folder))
         for each in clean:
             self.on_read(each)
-        return found
+        return findings
 
 
 MAX_LOG_LINES = 400_000

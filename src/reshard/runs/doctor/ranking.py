@@ -105,34 +105,31 @@ class Candidate:
 
 Recogniser = Callable[[Traceback, Log], Finding | None]
 
-
-RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
-    Specificity.CONTENT: frozenset({of_kind, of_reshard}),
-    Specificity.NUMBERS: frozenset(
-        {
-            *(
-                shape_mismatches.of_shapes,
-                out_of_memory.of_memory,
-                gpus_and_ports.of_devices,
-                rank_mismatches.of_absent,
-                rank_mismatches.of_ssh,
-            ),
-            *(divisibility.of_divisors, of_arguments, of_exit, of_message),
-            of_program,
-        }
-    ),
-    Specificity.HISTORY: frozenset(
-        {
-            *(of_failure, of_shadow, of_symbol, of_resolver, of_requirement, weight_names.of_names),
-            of_dtypes,
-        }
-    ),
-    Specificity.KIND: frozenset(
-        {
-            *(of_packages, of_module, of_pair, rank_mismatches.of_hang),
-        }
-    ),
-    Specificity.UNKNOWN: frozenset({of_unknown, of_unseen, of_setting}),
+RECOGNISERS: Mapping[Specificity, set[Recogniser]] = {
+    Specificity.CONTENT: {of_kind, of_reshard},
+    Specificity.NUMBERS: {
+        shape_mismatches.of_shapes,
+        out_of_memory.of_memory,
+        gpus_and_ports.of_devices,
+        rank_mismatches.of_absent,
+        rank_mismatches.of_ssh,
+        divisibility.of_divisors,
+        of_arguments,
+        of_exit,
+        of_message,
+        of_program,
+    },
+    Specificity.HISTORY: {
+        of_failure,
+        of_shadow,
+        of_symbol,
+        of_resolver,
+        of_requirement,
+        weight_names.of_names,
+        of_dtypes,
+    },
+    Specificity.KIND: {of_packages, of_module, of_pair, rank_mismatches.of_hang},
+    Specificity.UNKNOWN: {of_unknown, of_unseen, of_setting},
 }
 """The recognisers, by how closely what they find fits."""
 
@@ -153,7 +150,7 @@ def candidates_of(log: Log) -> list[Candidate]:
         candidates.append(Candidate(loading, explains, Specificity.KIND, place, covers))
     if root is None and not any(each.explains < Explains.WARNING for each in candidates):
         root = out_of_memory.last_words(log)
-    is_prose = root is None or not (root.exception or root.frames or is_error(root.said))
+    is_prose = root is None or not (root.exception or root.frames or is_error(root.error_text))
     if is_prose and not candidates and not ended_well(log.lines) and (described := of_description(log)):
         line = described.places[0].line or 0
         candidates.append(Candidate(described, Explains.FIRST, Specificity.MESSAGE, line))
@@ -180,7 +177,7 @@ def _of_entry(match: EntryMatch) -> Candidate:
 def _of_failure(root: Traceback, log: Log) -> Iterator[Candidate]:
     """What explains the first failure. A launcher's, or that of a lost connection, only follows from another one."""
     follows = is_launchers(root) or is_consequence(root) or root.exception == EXIT_STATUS
-    place = Location.of(log.name, root.last, root.said)
+    place = Location.of(log.name, root.last, root.error_text)
     for specificity, recognisers in RECOGNISERS.items():
         unknown = specificity is Specificity.UNKNOWN and follows
         explains = Explains.SYMPTOM if unknown else Explains.FIRST

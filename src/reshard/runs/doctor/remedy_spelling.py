@@ -92,10 +92,10 @@ class RunTools:
 def _written(tool: str, spelling: str, value: object) -> str:
     """A key with its value in a tool's syntax; a spelling that is not a bare key is used as it is."""
     form = _data()["tools"][tool]
-    shown = str(value) if form.get("titled") or not isinstance(value, bool) else str(value).lower()
+    text = str(value) if form.get("titled") or not isinstance(value, bool) else str(value).lower()
     if _KEY.fullmatch(spelling):
-        return str(form["form"]).format(key=spelling, value=shown)
-    return spelling.replace("{value}", shown)
+        return str(form["form"]).format(key=spelling, value=text)
+    return spelling.replace("{value}", text)
 
 
 def spelled(findings: Iterable[Finding], usage: RunTools) -> list[Finding]:
@@ -123,11 +123,11 @@ def _keys_in(spelling: str) -> set[str]:
 
 def keys_of(tool: str) -> set[str]:
     """The keys that a tool has for settings, as it writes them."""
-    found: set[str] = set()
+    keys: set[str] = set()
     for setting in _data()["settings"].values():
         shared = setting.get("key") if _data()["tools"][tool].get("trainer") else None
-        found |= _keys_in(setting.get(tool, shared) or "")
-    return found
+        keys |= _keys_in(setting.get(tool, shared) or "")
+    return keys
 
 
 _KEY = re.compile(r"\w[\w.-]*")

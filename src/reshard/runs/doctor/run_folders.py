@@ -26,8 +26,8 @@ MAX_LOGS = 500
 
 def logs_in(folder: Path) -> list[Path]:
     """The logs of a run, the last written first; callers read at most `MAX_LOGS` of them."""
-    found = {path for place in _folders(folder) for path in _files(place, LOG_PATTERNS) if _is_text(path)}
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    logs = {path for place in _folders(folder) for path in _files(place, LOG_PATTERNS) if _is_text(path)}
+    return sorted(logs, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def configs_in(folder: Path) -> list[Path]:
@@ -56,5 +56,5 @@ def _is_text(path: Path) -> bool:
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    found = {path for pattern in patterns for path in folder.glob(pattern)}
-    return sorted(path for path in found if path.is_file() and path.stat().st_size)
+    files = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(path for path in files if path.is_file() and path.stat().st_size)

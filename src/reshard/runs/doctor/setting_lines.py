@@ -17,8 +17,8 @@ _VALUE_ALONE = re.compile(r"unrecognized arguments?: (?P<value>(?!-)\S+)")
 def placed(finding: Finding, usage: RunTools) -> Finding:
     """A finding with the lines that set what its remedy names, and those of a value that a flag does not take."""
     names = {name for hole in holes_in(finding.remedy.en) for name in names_of(hole)}
-    found = [*_settings(names, usage.texts), *_values(finding, usage.texts)]
-    return replace(finding, places=tuple(dict.fromkeys((*finding.places, *found))))
+    places = [*_settings(names, usage.texts), *_values(finding, usage.texts)]
+    return replace(finding, places=tuple(dict.fromkeys((*finding.places, *places))))
 
 
 def _settings(names: set[str], texts: Mapping[str, str]) -> Iterator[Location]:

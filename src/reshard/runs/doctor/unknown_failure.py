@@ -28,8 +28,10 @@ MAX_COMMAND = 200
 
 def last_line(root: Traceback, log: Log) -> Location:
     """The place of a failure, with the first line of its message."""
-    said = (root.message if root.exception in (CUT_OFF_TRACEBACK, EXIT_STATUS) else root.said).split("\n")[0]
-    return Location.of(log.name, root.last, said)
+    message = (root.message if root.exception in (CUT_OFF_TRACEBACK, EXIT_STATUS) else root.error_text).split(
+        "\n"
+    )[0]
+    return Location.of(log.name, root.last, message)
 
 
 def of_unseen(root: Traceback, log: Log) -> Finding | None:
@@ -54,19 +56,19 @@ def of_unknown(root: Traceback, log: Log) -> Finding | None:
     """The answer to a failure that nothing explains: its message, its frames, and where to search for it."""
     if is_launchers(root):
         return None
-    if is_question(root.said) and not (root.exception or root.frames):
+    if is_question(root.error_text) and not (root.exception or root.frames):
         return of_unended(log)
     first = root.root
-    asked = clipped(asks(root.message), MAX_MESSAGE)
+    request = clipped(asks(root.message), MAX_MESSAGE)
     values = {
-        "shown": _shown(first, is_quoted=asked == first.message.strip()),
-        "asked": asked,
+        "shown": _frames_and_message(first, is_quoted=request == first.message.strip()),
+        "asked": request,
         "upstream": _where_to_search(first),
     }
-    rule = UNKNOWN_THAT_ASKS if asked else UNKNOWN_FAILURE
+    rule = UNKNOWN_THAT_ASKS if request else UNKNOWN_FAILURE
     evidence = [which_is_first(root), *run_facts(log)]
-    found = rules.finding(rule, [last_line(root, log)], values, certainty=UNKNOWN, evidence=evidence)
-    return replace(found, code=UNKNOWN_FAILURE)
+    finding = rules.finding(rule, [last_line(root, log)], values, certainty=UNKNOWN, evidence=evidence)
+    return replace(finding, code=UNKNOWN_FAILURE)
 
 
 def run_facts(log: Log) -> list[Text]:
@@ -78,28 +80,30 @@ def run_facts(log: Log) -> list[Text]:
     return facts
 
 
-def _shown(first: Traceback, *, is_quoted: bool) -> Text:
+def _frames_and_message(first: Traceback, *, is_quoted: bool) -> Text:
     """The innermost frames of a failure, and its message if the remedy does not quote it."""
     frames = [f"  {frame}" for frame in first.frames[-6:]]
     frames += [f"    {printable_lines(first.source)}"] if first.source else []
-    said = (
-        phrase_text("cut-off") if first.exception == CUT_OFF_TRACEBACK else Text.same(_indented(first.said))
+    message = (
+        phrase_text("cut-off")
+        if first.exception == CUT_OFF_TRACEBACK
+        else Text.same(_indented(first.error_text))
     )
-    return Text.lines([*map(Text.same, frames), *([] if is_quoted else [said])])
+    return Text.lines([*map(Text.same, frames), *([] if is_quoted else [message])])
 
 
 def _where_to_search(first: Traceback) -> Text:
     if frame := own_code(first):
-        found = phrase_text("own-code", frame=frame)
+        text = phrase_text("own-code", frame=frame)
     elif first.exception in (CUT_OFF_TRACEBACK, EXIT_STATUS):
         return Text.same("")
     else:
         name, url = issues_of(first)
         phrase = "search-upstream" if name else "search-anywhere"
-        found = phrase_text(phrase, name=name, url=url, said=search_words(first.said))
-    return Text(f"{found.en}\n", f"{found.zh}\n")
+        text = phrase_text(phrase, name=name, url=url, said=search_words(first.error_text))
+    return Text(f"{text.en}\n", f"{text.zh}\n")
 
 
-def _indented(said: str) -> str:
+def _indented(message: str) -> str:
     """Text from a log, indented like frames, to distinguish it from the doctor's own lines."""
-    return "\n".join(f"  {line}" for line in clipped(printable_lines(said), MAX_MESSAGE).split("\n"))
+    return "\n".join(f"  {line}" for line in clipped(printable_lines(message), MAX_MESSAGE).split("\n"))

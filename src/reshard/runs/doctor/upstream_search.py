@@ -33,8 +33,8 @@ def issues_of(root: Traceback) -> tuple[str, str]:
     torch's wrappers that only pass a call on (`torch/nn/modules/module.py`, `torch/autograd`) count as little as a
     script: the innermost frame of another package takes precedence.
     """
-    found = [name for frame in reversed(root.frames) if (name := package_of(frame))]
-    name = next((each for each in found if each != "torch"), next(iter(found), ""))
+    packages = [name for frame in reversed(root.frames) if (name := package_of(frame))]
+    name = next((each for each in packages if each != "torch"), next(iter(packages), ""))
     return (name, f"https://github.com/{repositories()[name]}/issues") if name else ("", ALL_ISSUES)
 
 
@@ -46,9 +46,9 @@ _OF_THIS_RUN = re.compile(r"[\\/\d]|^0x[0-9a-f]+$")
 _SIGNS = re.compile(r"[^\w\s.'-]+")
 
 
-def search_words(said: str) -> str:
+def search_words(message: str) -> str:
     """The words of a message by which others find it."""
-    of_message = (word for word in said.split("\n")[0].split() if not _OF_THIS_RUN.search(word))
+    of_message = (word for word in message.split("\n")[0].split() if not _OF_THIS_RUN.search(word))
     query = " ".join(_SIGNS.sub(" ", " ".join(of_message)).split())
     return query if len(query) <= MAX_QUERY else query[:MAX_QUERY].rpartition(" ")[0]
 
@@ -124,8 +124,8 @@ def installed_of(root: Traceback) -> str:
     """The package of a failure's innermost frame; "" for a script and for Python itself."""
     frame = root.frames[-1].replace("\\", "/") if root.frames else ""
     match = INSTALLED_PATH.search(frame)
-    found = (match["name"] if match else package_of(frame) or "").partition("/")[0]
-    return PACKAGE_OF_ROOT.get(found, found.replace("_", "-"))
+    package = (match["name"] if match else package_of(frame) or "").partition("/")[0]
+    return PACKAGE_OF_ROOT.get(package, package.replace("_", "-"))
 
 
 INSTALLED_PATH = re.compile(r"(?:site|dist)-packages/(?P<name>[A-Za-z]\w*)/")

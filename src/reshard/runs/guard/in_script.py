@@ -80,7 +80,7 @@ def _parameters(model: nn.Module) -> list[_Parameter]:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    found: list[_Parameter] = []
+    parameters: list[_Parameter] = []
     seen: set[int] = set()
     visited: set[int] = set()
 
@@ -92,13 +92,15 @@ def _parameters(model: nn.Module) -> list[_Parameter]:
         for name, value in module._parameters.items():
             if value is not None and id(value) not in seen:
                 seen.add(id(value))
-                found.append(_Parameter(prefix + name, value, module, isinstance(value, DTensor), in_fsdp))
+                parameters.append(
+                    _Parameter(prefix + name, value, module, isinstance(value, DTensor), in_fsdp)
+                )
         for name, child in module._modules.items():
             if child is not None:
                 visit(child, f"{prefix}{name}.", in_fsdp)
 
     visit(model, "", False)
-    return found
+    return parameters
 
 
 def _mixed(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
@@ -272,8 +274,8 @@ def _diagnosis(error: Exception) -> str:
     from reshard.runs.checks.phrases import aside
     from reshard.runs.doctor.log_diagnosis import diagnose_text
 
-    words = "".join(traceback.format_exception(error))
-    known = [each for each in diagnose_text("this exception", words) if each.certainty != UNKNOWN]
+    trace = "".join(traceback.format_exception(error))
+    known = [each for each in diagnose_text("this exception", trace) if each.certainty != UNKNOWN]
     language = locale_language()
     why, cure = {"en": ("why: ", "cure: "), "zh": ("原因：", "解法：")}[language]
     return "\n".join(

@@ -44,7 +44,7 @@ def confine(folders: Sequence[str], packages: Sequence[str]) -> list[ReshardErro
     own = [sys.prefix, sys.base_prefix, *filter(None, packages), "/proc", "/sys", os.devnull]
     besides = [*folders, *own, *map(os.path.realpath, own)]
 
-    def check(event: str, arguments: tuple[Any, ...]) -> None:
+    def check_event(event: str, arguments: tuple[Any, ...]) -> None:
         first = arguments[0] if arguments else None
         if event in REFUSED_EVENTS or (
             event == "open" and arguments[2] & WRITING_FLAGS and first != os.devnull
@@ -65,7 +65,7 @@ def confine(folders: Sequence[str], packages: Sequence[str]) -> list[ReshardErro
                 refused.append(_outside(path, real, folders))
                 raise refused[-1]
 
-    sys.addaudithook(check)
+    sys.addaudithook(check_event)
     return refused
 
 

@@ -46,8 +46,8 @@ def facts(targets: list[str]) -> dict[str, Any]:
     from reshard.runs.mcp.secrets import without_keys
 
     seen = examine(*targets)
-    told = {**seen.as_dict("en"), "facts": seen.facts}
-    return {key: _cleaned(value, without_keys) for key, value in told.items()}
+    answer = {**seen.as_dict("en"), "facts": seen.facts}
+    return {key: _cleaned(value, without_keys) for key, value in answer.items()}
 
 
 def _cleaned(content: Any, clean: Callable[[str], str]) -> Any:

@@ -69,10 +69,10 @@ def _turns(
         if text.startswith(through) and through.startswith(before):
             yield len(before), len(through)
         else:
-            yield _words(messages, number, text, tokenizer, extra)
+            yield _turn_span(messages, number, text, tokenizer, extra)
 
 
-def _words(
+def _turn_span(
     messages: list[DataRow], number: int, text: str, tokenizer: Any, extra: Mapping[str, Any]
 ) -> tuple[int, int]:
     """Start and end of a turn's words and end token: the part of the text that changes if the words change."""

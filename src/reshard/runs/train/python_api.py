@@ -61,11 +61,11 @@ def train(method: str, options: CallOptions) -> TrainingRun:
     """
     from reshard.runs.train.start import prepared, started
 
-    words = [word for pair in (options.options or {}).items() for word in _words(*pair)]
-    run = prepared(method, part_of(TrainOptions, options), words)
+    arguments = [word for pair in (options.options or {}).items() for word in _option_arguments(*pair)]
+    run = prepared(method, part_of(TrainOptions, options), arguments)
     return run if options.write_only or options.gpus else started(run)
 
 
-def _words(name: str, value: Any) -> list[str]:
+def _option_arguments(name: str, value: Any) -> list[str]:
     values = value if isinstance(value, (list, tuple)) else [value]
     return [f"--{name}", *(str(each).lower() if isinstance(each, bool) else str(each) for each in values)]

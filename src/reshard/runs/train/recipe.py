@@ -67,10 +67,10 @@ def _quoted(word: str) -> str:
     return f'"{word}"' if word.startswith("${") else shlex.quote(word)
 
 
-def given_options(words: Sequence[str]) -> dict[str, str]:
+def given_options(arguments: Sequence[str]) -> dict[str, str]:
     """Options of the engine by name; one without a value is true."""
     given = {}
-    for word, following in zip(words, (*words[1:], "--"), strict=False):
+    for word, following in zip(arguments, (*arguments[1:], "--"), strict=False):
         name, equals, value = word.partition("=")
         if word.startswith("--"):
             given[name[2:]] = value if equals else ("true" if following.startswith("--") else following)

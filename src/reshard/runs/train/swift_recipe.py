@@ -36,20 +36,20 @@ def swift_recipe(method: str, options: TrainOptions, rest: list[str]) -> Recipe:
     eval_data = problems.of(lambda: _chats(options.eval_data, method) if options.eval_data else None)
     nproc = problems.of(lambda: _processes(options))
     problems.settle()
-    words = [
+    command = [
         *("megatron", method),
         *("--model", model_word(options)),
         *("--dataset", *data.names),
         *(("--val_dataset", *eval_data.names) if eval_data else ()),
-        *_words(options, given_options(rest)),
+        *_swift_arguments(options, given_options(rest)),
         *rest,
     ]
     return Recipe(
-        tuple(words), environment=_environment(options, nproc), merge=options.lora and options.merge
+        tuple(command), environment=_environment(options, nproc), merge=options.lora and options.merge
     )
 
 
-def _words(options: TrainOptions, given: dict[str, str]) -> Iterator[str]:
+def _swift_arguments(options: TrainOptions, given: dict[str, str]) -> Iterator[str]:
     """Parallel sizes, adapters, and what `megatron sft` needs or does unwisely by default."""
     chosen = {
         "tensor_model_parallel_size": str(options.tp),

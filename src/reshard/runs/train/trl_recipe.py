@@ -53,7 +53,7 @@ def _written(
     method: TrainingMethod, script: TrlScript, options: TrainOptions, nproc: int, rest: Sequence[str]
 ) -> Recipe:
     cpu = _uses_cpu(rest)
-    words = [
+    command = [
         *_launcher(options, nproc, cpu=cpu),
         *("--model_name_or_path", model_word(options)),
         *("--output_dir", "."),
@@ -62,11 +62,11 @@ def _written(
         *rest,
     ]
     files = {SCRIPT: script.text()}
-    if ACCELERATE in words:
+    if ACCELERATE in command:
         config = accelerate_config(options.parallel, method, nproc, options.nnodes, cpu=cpu)
         files[ACCELERATE] = yaml.safe_dump(config, sort_keys=False)
     environment = FOR_TORCHRUN if nproc * options.nnodes > 1 else {}
-    return Recipe(tuple(words), files, environment, merge=options.lora and options.merge)
+    return Recipe(tuple(command), files, environment, merge=options.lora and options.merge)
 
 
 def _lora_options(method: TrainingMethod, rest: Sequence[str]) -> tuple[str, ...]:

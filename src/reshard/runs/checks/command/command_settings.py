@@ -101,9 +101,9 @@ def _stated(script: Path) -> str | None:
     source = plain_source(script)
     for name in (each for each in OUTPUT_OPTIONS if "." not in each) if source else ():
         given = [value.value for call in source.calls if (value := call.keyword(name)) is not None]
-        found = {text for value in given or source.values.get(name, []) for text in _texts(value, source)}
-        if found:
-            return found.pop() if len(found) == 1 else None
+        texts = {text for value in given or source.values.get(name, []) for text in _texts(value, source)}
+        if texts:
+            return texts.pop() if len(texts) == 1 else None
     return None
 
 

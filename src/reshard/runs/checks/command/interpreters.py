@@ -19,8 +19,8 @@ def program(word: str, environment: Mapping[str, str], folder: Path) -> Path | N
     """The file that a word starts."""
     if os.sep in word:
         return folder / word if (folder / word).is_file() else None
-    found = which(word, path=environment.get("PATH", os.defpath))
-    return folder / found if found else None
+    path = which(word, path=environment.get("PATH", os.defpath))
+    return folder / path if path else None
 
 
 def is_of_shell(path: Path) -> bool:

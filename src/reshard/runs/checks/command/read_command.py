@@ -132,8 +132,8 @@ class _Reading:
             return words[1:]
         if words[0] == "env":
             return self._of_env(words[1:])
-        if found := unwrapped(words):
-            return self._of_wrapper(*found)
+        if inner := unwrapped(words):
+            return self._of_wrapper(*inner)
         name = Path(words[0]).name
         if name in SHELL_PROGRAMS:
             return self._of_shell(words[1:])
@@ -183,7 +183,7 @@ class _Reading:
         self.python_is_known = self.python_is_known and not launch.other_python
         return launch.words
 
-    def _found(self, word: str) -> None:
+    def _note_interpreter(self, word: str) -> None:
         """Remember which Python the first program starts that shows it."""
         if not self.python_is_known:
             return
@@ -197,7 +197,7 @@ class _Reading:
 
     def _of_python(self, words: list[str]) -> list[str] | None:
         """`python script`, `python -m module`; a module or script may be a launcher."""
-        self._found(words[0])
+        self._note_interpreter(words[0])
         self.launcher = self.launcher or "python"
         at = 1
         while at < len(words) and words[at].startswith("-") and words[at] != "-":
@@ -237,7 +237,7 @@ class _Reading:
         """A launcher, a tool, or a script with a shebang."""
         known = LAUNCHER_PROGRAMS.get(name)
         if isinstance(known, Tool) and words[1:2] and words[1].replace("_", "-") in known.verbs:
-            self._found(words[0])
+            self._note_interpreter(words[0])
             self.launcher, self.defaults = self.launcher or known.name, known.defaults
             return known.becomes(words[1:], self.environment, self.gpus)
         if isinstance(known, Launcher):
@@ -247,7 +247,7 @@ class _Reading:
         if path and is_of_shell(path):
             return ["bash", str(path), *words[1:]]
         if first and PYTHON.fullmatch(Path(first[0]).name):
-            self._found(words[0])
+            self._note_interpreter(words[0])
             self.launcher = self.launcher or "python"
             return self._of_script(str(path), words[1:])
         return [first[0], str(path), *words[1:]] if first and Path(first[0]).name in SHELL_PROGRAMS else None
@@ -256,7 +256,7 @@ class _Reading:
         has_verb = launcher.verb and Path(words[0]).name == launcher.name
         if has_verb and words[1:2] != [launcher.verb]:
             return None
-        self._found(words[0])
+        self._note_interpreter(words[0])
         self.launcher = self.launcher or launcher.name
         given, rest = options_of(launcher, words[2 if has_verb else 1 :], self.environment)
         config = self._config(launcher, given)
@@ -323,8 +323,8 @@ class _Reading:
 def worth(words: list[str]) -> int:
     """How surely words start a training: 2 for launchers and tools, 1 for other scripts, 0 for anything else."""
     while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0] == "env" or unwrapped(words)):
-        found = unwrapped(words)
-        words = found[2] if found else words[1:]
+        inner = unwrapped(words)
+        words = inner[2] if inner else words[1:]
     if not words:
         return 0
     known = LAUNCHER_PROGRAMS.get(Path(words[0]).name)

@@ -52,7 +52,7 @@ class _Shell:
     variables: dict[str, list[str]] = field(default_factory=dict)
     other_python: bool = False
 
-    def words(self, token: str) -> list[str]:
+    def expansion(self, token: str) -> list[str]:
         """A word with its variables. One that is nothing but a variable may become several words."""
         alone = _VARIABLE.fullmatch(token)
         value = self._value(alone) if alone else None
@@ -66,10 +66,10 @@ class _Shell:
 
     def _value(self, match: re.Match[str]) -> list[str] | None:
         name, otherwise = match[1] or match[3], match[2]
-        found = self.variables.get(name)
-        if found is None and name in self.environment:
-            found = [self.environment[name]]
-        return [otherwise] if not found and otherwise is not None else found
+        values = self.variables.get(name)
+        if values is None and name in self.environment:
+            values = [self.environment[name]]
+        return [otherwise] if not values and otherwise is not None else values
 
     def assign(self, name: str, added: str, values: list[str], *, exported: bool) -> None:
         """`name=value`, or `name+=value`."""
@@ -109,11 +109,11 @@ def the_launch(
 ) -> ShellLaunch | None:
     """The command of a script with the highest `rank`, if there is exactly one; those of rank 0 do not count."""
     try:
-        found = [(rank(each.words), each) for each in commands_in(text, of, arguments, environment, folder)]
+        ranked = [(rank(each.words), each) for each in commands_in(text, of, arguments, environment, folder)]
     except ValueError:
         return None
-    highest = max((worth for worth, _ in found), default=0)
-    best = [launch for worth, launch in found if worth == highest > 0]
+    highest = max((worth for worth, _ in ranked), default=0)
+    best = [launch for worth, launch in ranked if worth == highest > 0]
     return best[0] if len(best) == 1 else None
 
 
@@ -143,7 +143,7 @@ def _run(shell: _Shell, tokens: list[str]) -> list[str]:
             expanded = [word for value in values for word in _kept(shell, value, split=len(values) > 1)]
             shell.assign(match[1], match[2], expanded, exported=exported)
         return []
-    words = [word for token in rest for word in shell.words(token)]
+    words = [word for token in rest for word in shell.expansion(token)]
     if words:
         shell.obey(words)
     return words
@@ -151,7 +151,7 @@ def _run(shell: _Shell, tokens: list[str]) -> list[str]:
 
 def _kept(shell: _Shell, value: str, *, split: bool) -> list[str]:
     """The value of an assignment; elements of an array may become several."""
-    return shell.words(value) if split else [_VARIABLE.sub(shell.joined, value).replace(QUOTED_TEXT, "")]
+    return shell.expansion(value) if split else [_VARIABLE.sub(shell.joined, value).replace(QUOTED_TEXT, "")]
 
 
 def _statements(text: str) -> Iterator[tuple[int, list[str]]]:

@@ -76,14 +76,14 @@ class ApiTable(Releases):
     def span(self, text: str) -> Span:
         """The indices in a span's text: `"3-7,9-"`."""
         if text not in self._spans:
-            found: set[int] = set()
+            releases: set[int] = set()
             for part in text.split(","):
                 first, dash, last = part.partition("-")
                 if dash:
-                    found.update(range(int(first), (int(last) if last else self.last) + 1))
+                    releases.update(range(int(first), (int(last) if last else self.last) + 1))
                 else:
-                    found.add(int(first))
-            self._spans[text] = frozenset(found)
+                    releases.add(int(first))
+            self._spans[text] = frozenset(releases)
         return self._spans[text]
 
     def _of(self, groups: Mapping[str, str], name: str) -> Span:
@@ -123,7 +123,7 @@ class ApiTable(Releases):
 
     def elsewhere(self, name: str, module: str, at: int) -> str | None:
         """The module to which a name moved: the shortest public one that has it in the release at an index."""
-        found = [
+        names = [
             other
             for other, groups in self.raw["names"].items()
             if other != module
@@ -131,7 +131,7 @@ class ApiTable(Releases):
             and at in (there := self._of(groups, name))
             and (at - 1 not in there or name != name.lower())  # a plain word names many things
         ]
-        return min(found, key=lambda other: (other.count("."), other), default=None)
+        return min(names, key=lambda other: (other.count("."), other), default=None)
 
     def moved(self, module: str, name: str) -> str | None:
         """The module that has a name after the last release that has it in `module`; None if it did not move."""
@@ -143,16 +143,16 @@ class ApiTable(Releases):
         after = max(self.module(module).there, default=self.last) + 1
         ends = f".{module.rpartition('.')[2]}"
         every = self.modules.items()
-        found = [
+        modules = [
             each for each, span in every if each.endswith(ends) and after in span and after - 1 not in span
         ]
-        return found[0] if len(found) == 1 else None
+        return modules[0] if len(modules) == 1 else None
 
     def key(self, name: str) -> Presence:
         """A key of a registry: a model type in transformers, an architecture in vLLM."""
         return Presence(self, self._of(self.raw["keys"], name), self.every)
 
-    def words(self) -> set[str]:
+    def reader_keys(self) -> set[str]:
         """Keys that the package's own config readers know in any release."""
         return _names(self.raw["words"])
 
@@ -168,8 +168,8 @@ class ApiTable(Releases):
 
         `x!` means that x is required, `**` that there may be others, `@module:name` stands for those of another class.
         """
-        found: Mapping[str, Mapping[str, str]] = self.raw["functions"].get(function, {})
-        return found
+        functions: Mapping[str, Mapping[str, str]] = self.raw["functions"].get(function, {})
+        return functions
 
     def parameter(self, function: str, name: str) -> Presence:
         """A parameter of a function or method, also where `**` may accept it."""
@@ -199,15 +199,15 @@ class ApiTable(Releases):
 
     def own_parameters(self, function: str, at: int) -> set[str] | None:
         """The parameters of a function in the release at an index, as far as known; None if that release lacks it."""
-        found = set().union(*(self._at(groups, at) for groups in self.functions(function).values()))
-        return _own(found) if "()" in found else None
+        parameters = set().union(*(self._at(groups, at) for groups in self.functions(function).values()))
+        return _own(parameters) if "()" in parameters else None
 
     def parameters(self, function: str, version: Version, modules: str = ".*") -> set[str] | None:
         """All parameters of a dataclass, or of a function that the package's root exports; None if they are unknown.
 
         Only functions in `modules` count.
         """
-        around, found = self.around(version), None
+        around, parameters = self.around(version), None
         for module, groups in self.functions(function).items():
             whole = self._of(groups, "()")
             if not re.fullmatch(modules, module) or not around & whole:
@@ -215,8 +215,8 @@ class ApiTable(Releases):
             own = set().union(*(self._at(groups, at) for at in around))
             if not around <= whole or "**" in own:
                 return None
-            found = (found or set()) | {each for each in own if each[-1] != "!" and each != "()"}
-        return found
+            parameters = (parameters or set()) | {each for each in own if each[-1] != "!" and each != "()"}
+        return parameters
 
     def ever(self, function: str) -> set[str]:
         """All parameters of a function in any release."""
@@ -321,4 +321,4 @@ def table_of(module: str) -> ApiTable | None:
 
 def tables(packages: Iterable[str]) -> Iterator[ApiTable]:
     """The tables of the packages that have one."""
-    return (found for package in packages if (found := table(package)) is not None)
+    return (known for package in packages if (known := table(package)) is not None)

@@ -27,30 +27,30 @@ class RefusedParameter:
     owner: str = ""
 
 
-def refused(found: ApiTable, function: str, name: str, versions: Versions) -> RefusedParameter | None:
+def refused(own: ApiTable, function: str, name: str, versions: Versions) -> RefusedParameter | None:
     """Why a call with this keyword raises a TypeError; None if it does not, or if this is unknown."""
-    known = parameters(found, function, versions)
+    known = parameters(own, function, versions)
     if known is None or name in known:
         return None
-    return of_other_release(found, function, name, versions, known) or RefusedParameter(found, None)
+    return of_other_release(own, function, name, versions, known) or RefusedParameter(own, None)
 
 
 def of_other_release(
-    found: ApiTable, function: str, name: str, versions: Versions, known: set[str]
+    own: ApiTable, function: str, name: str, versions: Versions, known: set[str]
 ) -> RefusedParameter | None:
     """The releases of a function, or of a base of its class, that accept a parameter that this one does not."""
-    for each, target in _with_bases(found, function):
+    for each, target in _with_bases(own, function):
         bounds = each.parameter(target, name).bounds(versions.assumed(each))
         if bounds:
-            new = each.renames.get(name) or found.renames.get(name)
+            new = each.renames.get(name) or own.renames.get(name)
             owner = target.removesuffix(".__init__")
             return RefusedParameter(each, bounds, new if new in known else None, owner)
     return None
 
 
-def parameters(found: ApiTable, function: str, versions: Versions) -> set[str] | None:
+def parameters(of_package: ApiTable, function: str, versions: Versions) -> set[str] | None:
     """All parameters of a function; None if they are unknown."""
-    own = found.parameters(function, versions.assumed(found))
+    own = of_package.parameters(function, versions.assumed(of_package))
     bases = [base_of(each) for each in own or () if each[0] == "@"]
     inherited = [parameters(*base, versions) if base else None for base in bases]
     if own is None or None in inherited:
@@ -62,14 +62,14 @@ def base_of(marked: str) -> tuple[ApiTable, str] | None:
     """The table and constructor of `@module:Class`."""
     module, _, name = marked[1:].partition(":")
     package = PACKAGE_OF_ROOT.get(module.partition(".")[0])
-    found = table(package) if package else None
-    return (found, f"{name.rpartition('.')[2]}.__init__") if found else None
+    base = table(package) if package else None
+    return (base, f"{name.rpartition('.')[2]}.__init__") if base else None
 
 
-def _with_bases(found: ApiTable, function: str) -> Iterator[tuple[ApiTable, str]]:
+def _with_bases(own: ApiTable, function: str) -> Iterator[tuple[ApiTable, str]]:
     """A function, then the constructors of its present and past bases in other packages."""
-    yield found, function
-    for marked in found.marked(function):
+    yield own, function
+    for marked in own.marked(function):
         if base := base_of(marked):
             yield from _with_bases(*base)
 
@@ -82,10 +82,10 @@ def spelling_of(parameter: str, versions: Mapping[str, str], package: str = "tra
     >>> spelling_of("dtype", {"transformers": "4.55.2"}), spelling_of("dtype", {"transformers": "5.0.0"})
     ('torch_dtype', 'dtype')
     """
-    found = table(package) if package in versions else None
+    own = table(package) if package in versions else None
     with suppress(InvalidVersion):
         version = Version(versions.get(package, ""))
-        pairs = found.renames.items() if found else ()
+        pairs = own.renames.items() if own else ()
         for old, new in (pair for pair in pairs if parameter in pair):
             first = _first_with(package, old, new)
             if first:

@@ -62,8 +62,8 @@ class KnownKeys:
         """When a key was added or removed, if other versions accept it."""
         if key in self.known:
             return None
-        found = (of_other_release(*each, key, self.versions, self.known) for each in self.functions)
-        return next(filter(None, found), None)
+        refusals = (of_other_release(*each, key, self.versions, self.known) for each in self.functions)
+        return next(filter(None, refusals), None)
 
 
 class ConfigKeys(KnownKeys):
@@ -76,7 +76,7 @@ class ConfigKeys(KnownKeys):
         self.functions = [*self._constructors()]
         self.known |= set().union(*(self._taken(*each) for each in self.functions))
         if self.schema.words and self.table:
-            self.known |= self.table.words()
+            self.known |= self.table.reader_keys()
 
     def span(self, name: str) -> tuple[str, str] | None:
         """The first and the last known release in which the program accepts a key; None if none does."""
@@ -103,8 +103,8 @@ class ConfigKeys(KnownKeys):
         if own is not self.table and self.versions.of(self.schema.package) is None and not depth:
             return own.ever(function)  # it is unknown which transformers is used
         modules = self.schema.modules if own is self.table else ".*"
-        found: set[str] = set()
+        parameters: set[str] = set()
         for each in own.parameters(function, self.versions.assumed(own), modules) or ():
             base = base_of(each) if each[0] == "@" and depth < 4 else None
-            found |= self._taken(*base, depth + 1) if base else {each}
-        return found
+            parameters |= self._taken(*base, depth + 1) if base else {each}
+        return parameters

@@ -100,8 +100,8 @@ def changes(package: str, name: str, before: str | None = None, after: str | Non
 
 
 def _table_of(package: str) -> ApiTable:
-    found = table(package)
-    if found is None:
+    own = table(package)
+    if own is None:
         raise ReshardError(
             "history-package-unknown",
             "the history of this package is not known",
@@ -109,7 +109,7 @@ def _table_of(package: str) -> ApiTable:
             expected=", ".join(PACKAGE_ROOTS),
             remedy=did_you_mean(package, PACKAGE_ROOTS, "choose one of these packages"),
         )
-    return found
+    return own
 
 
 def _place(own: ApiTable, which: str, version: str) -> int:
@@ -129,8 +129,8 @@ def _place(own: ApiTable, which: str, version: str) -> int:
 
 def _named(own: ApiTable, name: str) -> _Named:
     """The meaning of a name. Raises ReshardError if no known release has it."""
-    found = next((each for each in _meanings(own, name) if each.presence.there), None)
-    if found is None:
+    meaning = next((each for each in _meanings(own, name) if each.presence.there), None)
+    if meaning is None:
         near = closest(name.rpartition(".")[2], own.exports(own.root), most=3)
         raise ReshardError(
             "history-name-unknown",
@@ -139,7 +139,7 @@ def _named(own: ApiTable, name: str) -> _Named:
             expected="a public name; of methods and attributes, one that some of the releases lack",
             remedy=f"did you mean {' or '.join(near)}?" if near else None,
         )
-    return found
+    return meaning
 
 
 def _meanings(own: ApiTable, name: str) -> Iterator[_Named]:

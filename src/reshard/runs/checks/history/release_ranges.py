@@ -99,8 +99,8 @@ class Presence:
         until = self.releases.after(last) if max(self.among) > last else None
         is_recent = until is None or last - first < LONG_LIVED or max(self.among) - last <= FEW_NEWEST
         oldest = self.releases.versions[first] if min(self.among) < first else None
-        found = Bounds(oldest, until, self.releases.versions[last], self.releases.is_patch(first))
-        return found if is_recent else replace(found, since=None, first=oldest)
+        bounds = Bounds(oldest, until, self.releases.versions[last], self.releases.is_patch(first))
+        return bounds if is_recent else replace(bounds, since=None, first=oldest)
 
     def _since(self, first: int) -> Bounds:
         last = first
@@ -124,7 +124,7 @@ class Bounds:
     """The first release that has it, if older ones that lack it are hardly installed anywhere."""
 
     @property
-    def shown(self) -> str:
+    def since_text(self) -> str:
         """`since` as far as it is known: 0.8 for 0.8.5, if 0.8.0 lacks it and 0.8.1 is not in the table."""
         since = self.since or ""
         return ".".join(_minor(since)) if self.is_patch else since

@@ -39,20 +39,20 @@ class Versions:
     installed: Mapping[str, str] | None = None
 
     @staticmethod
-    def beside(path: str, text: str = "", installed: Mapping[str, str] | None = None) -> Versions:
+    def for_file(path: str, text: str = "", installed: Mapping[str, str] | None = None) -> Versions:
         """For a script: its own metadata, then `requirements*.txt` in its folder. Only `==` pins."""
         if installed is not None:
             return Versions({}, installed)
-        found: dict[str, tuple[Version, str]] = {}
+        versions: dict[str, tuple[Version, str]] = {}
         for block in _INLINE.findall(text):
             for name, version in _pins(_QUOTED.findall(block)):
-                found.setdefault(name, (version, path))
+                versions.setdefault(name, (version, path))
         for file in sorted(Path(path).parent.glob("requirements*.txt")):
             with suppress(OSError, UnicodeDecodeError):
                 lines = file.read_text(encoding="utf-8").splitlines()
                 for name, version in _pins(line.partition("#")[0].strip() for line in lines):
-                    found.setdefault(name, (version, str(file)))
-        return Versions(found)
+                    versions.setdefault(name, (version, str(file)))
+        return Versions(versions)
 
     def of(self, package: str) -> Version | None:
         """The version of a package, None if it is neither pinned nor installed."""
@@ -63,19 +63,19 @@ class Versions:
             return Version(here) if here else None
         return None
 
-    def assumed(self, found: ApiTable) -> Version:
+    def assumed(self, own: ApiTable) -> Version:
         """The version of a table's package; if unknown, the newest in the table."""
-        return self.of(found.package) or Version(found.versions[-1])
+        return self.of(own.package) or Version(own.versions[-1])
 
-    def proof(self, found: ApiTable, since: str | None) -> Proof:
+    def proof(self, own: ApiTable, since: str | None) -> Proof:
         """How certain it is that something is missing, and the evidence; `since` is the release that lacks it."""
-        certainty, evidence = self._certainty(found, since)
-        return {"certainty": certainty, "evidence": [evidence, read_from(found)]}
+        certainty, evidence = self._certainty(own, since)
+        return {"certainty": certainty, "evidence": [evidence, read_from(own)]}
 
-    def _certainty(self, found: ApiTable, since: str | None) -> tuple[str, Text]:
-        package, version = found.package, self.of(found.package)
+    def _certainty(self, own: ApiTable, since: str | None) -> tuple[str, Text]:
+        package, version = own.package, self.of(own.package)
         if version is None:
-            return "likely", phrase_text("holds-from", name=package, version=since or found.versions[-1])
+            return "likely", phrase_text("holds-from", name=package, version=since or own.versions[-1])
         if package in self.pinned:
             return "sure", phrase_text(
                 "pinned-to", name=package, version=version, file=self.pinned[package][1]

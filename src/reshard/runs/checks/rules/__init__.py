@@ -95,7 +95,7 @@ def of_problem(problem: Problem, folder: Path) -> Finding:
     return Finding(
         code=problem.code,
         message=translated(problem, "message"),
-        rule=Text.lines(said_by(problem, "rule", "expected", "found")),
+        rule=Text.lines(field_texts(problem, "rule", "expected", "found")),
         remedy=translated(problem, "remedy") if problem.remedy else Text.same(""),
         severity=problem.severity,
         places=(place_of(problem, folder),),
@@ -107,7 +107,7 @@ def place_of(problem: Problem, folder: Path) -> Location:
     return Location(problem.file or str(folder), None, problem.tensor or "")
 
 
-def said_by(problem: Problem, *fields: str) -> Iterator[Text]:
+def field_texts(problem: Problem, *fields: str) -> Iterator[Text]:
     """The fields of a problem that are set, one line each."""
     for field in fields:
         if value := getattr(problem, field):

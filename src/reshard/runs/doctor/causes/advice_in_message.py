@@ -32,14 +32,14 @@ IDENTIFYING_CHARACTERS = 20
 def of_setting(root: Traceback, log: Log) -> Finding | None:
     """What a failure's message says to set, use or call, by name; None if it names nothing."""
     first = root.root
-    asked = asks(first.message)
-    if not asked or _DEBUGS.search(asked) or not _CODE.search(asked):
+    request = asks(first.message)
+    if not request or _DEBUGS.search(request) or not _CODE.search(request):
         return None
     lines = first.message.split("\n")
-    line = next((line for line in lines if asked[:IDENTIFYING_CHARACTERS] in line), lines[0])
+    line = next((line for line in lines if request[:IDENTIFYING_CHARACTERS] in line), lines[0])
     problem = re.split(r"(?<=[.!;])\s+|, (?=please )", line.strip())[0].rstrip(".")
-    values = {"title": clipped(problem, 160), "asked": clipped(asked, 600)}
-    place = Location.of(log.name, first.last, first.said)
+    values = {"title": clipped(problem, 160), "asked": clipped(request, 600)}
+    place = Location.of(log.name, first.last, first.error_text)
     return rules.finding("message-names-cure", [place], values)
 
 
@@ -51,7 +51,7 @@ _OWN = re.compile(
 
 def of_reshard(root: Traceback, log: Log) -> Finding | None:
     """What an error of reshard says about itself: its fields, and what to do."""
-    match = _OWN.search(root.said)
+    match = _OWN.search(root.error_text)
     if match is None:
         return None
     fields = [clipped(line.strip(), 400) for line in match["fields"].split("\n") if line.strip()]

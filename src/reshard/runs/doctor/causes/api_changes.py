@@ -53,7 +53,7 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
     failure: Traceback | None = root
     while failure is not None:
         if answer := _answer(failure, log):
-            place = Location.of(log.name, failure.last, failure.said)
+            place = Location.of(log.name, failure.last, failure.error_text)
             proof = [read_from(answer.own)]
             finding = rules.finding(
                 answer.rule, [place], answer.values, certainty=answer.certainty, evidence=proof
@@ -104,7 +104,7 @@ def _of_known(known: KnownName, failure: Traceback, version: Version | None) -> 
         return replaced
     if bounds := known.bounds(version):
         return _of_releases(known, bounds, version, failure)
-    if _IS_LOADING.search(failure.said):
+    if _IS_LOADING.search(failure.error_text):
         return None
     return _of_all(known, version) if known.presence.there else _of_none(known, failure)
 
@@ -122,9 +122,9 @@ def _of_releases(known: KnownName, bounds: Bounds, version: Version | None, fail
     pin = f"{package}{bounds.specifier}"
     is_oldest = bounds.since == known.table.versions[0]
     values: dict[str, object] = {
-        "name": known.shown,
+        "name": known.spelling,
         "package": package,
-        "since": phrase_text("or-earlier", version=bounds.since) if is_oldest else bounds.shown,
+        "since": phrase_text("or-earlier", version=bounds.since) if is_oldest else bounds.since_text,
         "last": bounds.last,
         "again": bounds.again,
         "version": version,
@@ -168,7 +168,7 @@ def _instead(known: KnownName, failure: Traceback) -> Text:
         return phrase_text(phrase if new else "fits", importer=importer, version=new)
     if known.instead:
         return phrase_text("write-instead", new=known.instead)
-    return phrase_text("go-back-file" if re.match(r"\w+Config\(", str(known.shown)) else "go-back")
+    return phrase_text("go-back-file" if re.match(r"\w+Config\(", str(known.spelling)) else "go-back")
 
 
 def _who_dropped(target: str) -> str | None:
@@ -181,11 +181,15 @@ def _who_dropped(target: str) -> str | None:
 def _of_replaced(known: KnownName, version: Version | None) -> ApiRule | None:
     """An attribute is of a class which another one of the same name replaced."""
     own, missing = known.table, known.missing
-    found = own.replaced(missing.owner, missing.name) if missing.kind is MissingKind.ATTRIBUTE else None
-    if found is None or (version and version < Version(own.versions[found.since])):
+    replacement = own.replaced(missing.owner, missing.name) if missing.kind is MissingKind.ATTRIBUTE else None
+    if replacement is None or (version and version < Version(own.versions[replacement.since])):
         return None
-    values = {"name": missing.name, "kind": missing.owner, "package": own.package, "old": found.old}
-    values |= {"new": found.new, "since": own.versions[found.since], "last": own.versions[found.last]}
+    values = {"name": missing.name, "kind": missing.owner, "package": own.package, "old": replacement.old}
+    values |= {
+        "new": replacement.new,
+        "since": own.versions[replacement.since],
+        "last": own.versions[replacement.last],
+    }
     return ApiRule("class-replaced", own, "likely" if version else "possible", values)
 
 
@@ -198,14 +202,14 @@ def _of_all(known: KnownName, version: Version | None) -> ApiRule | None:
     is_named = known.missing.kind in (MissingKind.IMPORT, MissingKind.MODEL_TYPE)
     if not (is_named and known.presence.is_everywhere) or (version and version >= Version(first)):
         return None
-    values = {"name": known.shown, "package": known.table.package, "first": first}
+    values = {"name": known.spelling, "package": known.table.package, "first": first}
     return ApiRule("installed-before", known.table, "likely", values)
 
 
 def _of_none(known: KnownName, failure: Traceback) -> ApiRule | None:
     """No known release has it: the code is for an older one, or the name is of another package, or misspelled."""
     missing, own = known.missing, known.table
-    values: dict[str, object] = {"name": known.shown, "package": own.package}
+    values: dict[str, object] = {"name": known.spelling, "package": own.package}
     values |= {"first": own.versions[0], "last": own.versions[-1]}
     if missing.kind is MissingKind.MODEL_TYPE:
         return ApiRule("model-type-of-none", own, "likely", values | {"name": missing.name})
@@ -246,7 +250,7 @@ def _updates(own: ApiTable, failure: Traceback) -> Iterator[Text]:
 
 def _clash(failure: Traceback) -> ApiRule | None:
     """transformers now has a model type that another package registers again."""
-    match = _CLASH.search(failure.said)
+    match = _CLASH.search(failure.error_text)
     own = table("transformers") if match else None
     there = own.key(match["name"]).there if own and match else ()
     if match is None or own is None or not there or min(there) == 0:
@@ -273,11 +277,11 @@ _CLASH = re.compile(rf"{QUOTE}(?P<name>[\w.-]+){QUOTE} is already used by a Tran
 def version_of(package: str, failure: Traceback, log: Log) -> Version | None:
     """The version in a log, or the one installed here if the failure's files are here."""
     here = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    shown = log.versions.get(package)
-    if shown is None and any(frame.startswith(here) for frame in failure.frames):
-        shown = installed_version(package)
+    version = log.versions.get(package)
+    if version is None and any(frame.startswith(here) for frame in failure.frames):
+        version = installed_version(package)
     with suppress(InvalidVersion):
-        return Version(shown) if shown else None
+        return Version(version) if version else None
     return None
 
 

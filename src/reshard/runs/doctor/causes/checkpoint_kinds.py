@@ -50,10 +50,10 @@ _QUOTED = re.compile(
 
 def of_kind(root: Traceback, log: Log) -> Finding | None:
     """The finding if a checkpoint was passed to code for another kind; None otherwise."""
-    if not _SAYS_SO.search(root.said) and not any(map(_LOADS_FOLDERS.search, root.frames)):
+    if not _SAYS_SO.search(root.error_text) and not any(map(_LOADS_FOLDERS.search, root.frames)):
         return None
     wants_adapter = any("/peft/" in frame for frame in root.frames)
-    for path in _paths(root.said.replace("\\", "/")):
+    for path in _paths(root.error_text.replace("\\", "/")):
         for kind, (pattern, way) in _kinds().items():
             if pattern.search(path) and not (wants_adapter and way == "artefact-adapter"):
                 values = {"path": path, "kind": kind, "way_out": phrase_text(way, path=path)}
@@ -61,8 +61,8 @@ def of_kind(root: Traceback, log: Log) -> Finding | None:
     return None
 
 
-def _paths(said: str) -> Iterator[str]:
+def _paths(message: str) -> Iterator[str]:
     """Paths that a message quotes, or names after "in"."""
-    for match in _QUOTED.finditer(said):
+    for match in _QUOTED.finditer(message):
         if _PATH.fullmatch(path := re.sub(r"^[A-Za-z]:/", "/", (match[1] or match[2]).strip())):
             yield path

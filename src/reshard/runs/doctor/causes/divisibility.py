@@ -73,15 +73,15 @@ def of_divisors(root: Traceback, log: Log) -> Finding | None:
     whole, parts = match["whole"], match["parts"]
     check = FailedCheck(_name(whole), _name(parts), _value(whole, known), _value(parts, known))
     values = _values(check)
-    said = {check.whole: _value(whole, {}), check.parts: _value(parts, {})}
-    shown = {
+    sizes = {check.whole: _value(whole, {}), check.parts: _value(parts, {})}
+    texts = {
         "whole": check.whole,
         "parts": check.parts,
         "told": sentence([values] if values else []),
         "cure": Text.lines([*_fits(check), phrase_text(f"divides-{check.kind}")]),
-        "compared": {name: size for name, size in said.items() if size},
+        "compared": {name: size for name, size in sizes.items() if size},
     }
-    return rules.finding("not-divisible", [Location.of(log.name, failure.last, failure.said)], shown)
+    return rules.finding("not-divisible", [Location.of(log.name, failure.last, failure.error_text)], texts)
 
 
 def _checked(text: str) -> re.Match[str] | None:
@@ -114,8 +114,8 @@ def _value(written: str, known: dict[frozenset[str], int]) -> int | None:
 def _values(check: FailedCheck) -> Text | None:
     """Both values as a sentence, as far as they are known; None if they contradict the check."""
     if check.size and check.by:
-        shown = {"whole": check.whole, "size": check.size, "parts": check.parts, "by": check.by}
-        return phrase_text("divides-both", **shown) if check.size % check.by else None
+        values = {"whole": check.whole, "size": check.size, "parts": check.parts, "by": check.by}
+        return phrase_text("divides-both", **values) if check.size % check.by else None
     name, value = (check.whole, check.size) if check.size else (check.parts, check.by)
     return phrase_text("divides-one", name=name, value=value) if value else None
 
@@ -129,5 +129,5 @@ def _fits(check: FailedCheck) -> list[Text]:
     if not check.size:
         return []
     fits = [each for each in range(1, min(check.size, 4096) + 1) if check.size % each == 0]
-    shown = ", ".join(map(str, fits[:MAX_DIVISORS]))
-    return [phrase_text("divides-fits", parts=check.parts, fits=shown, size=check.size)]
+    listed = ", ".join(map(str, fits[:MAX_DIVISORS]))
+    return [phrase_text("divides-fits", parts=check.parts, fits=listed, size=check.size)]

@@ -35,18 +35,18 @@ _WHOLE = re.compile(r"u?int(?:8|16|32|64)?|long|bool|byte|char|unsigned char", r
 def of_dtypes(root: Traceback, log: Log) -> Finding | None:
     """The finding for two dtypes in one operation; None for other failures."""
     first = root.root
-    match = next((hit for pattern in _PAIRS if (hit := pattern.search(first.said))), None)
+    match = next((hit for pattern in _PAIRS if (hit := pattern.search(first.error_text))), None)
     if match is None or match[1] == match[2]:
         return None
     one, two = match[1], match[2]
     values = {"one": one, "two": two, "pair": phrase_text("dtypes-pair", one=one, two=two)}
-    place = Location.of(log.name, first.last, first.said)
-    return rules.finding(_rule(one, two, first.said), [place], values | {"where": place_in_code(first)})
+    place = Location.of(log.name, first.last, first.error_text)
+    return rules.finding(_rule(one, two, first.error_text), [place], values | {"where": place_in_code(first)})
 
 
-def _rule(one: str, two: str, said: str) -> str:
+def _rule(one: str, two: str, message: str) -> str:
     """What two different dtypes show: NumPy's float64, whole numbers in place of fractions, or two precisions."""
     if {one.lower(), two.lower()} & _NUMPYS:
         return "dtype-of-numpy"
-    is_whole = bool(_WHOLE.fullmatch(one)) != bool(_WHOLE.fullmatch(two)) and "Index put" not in said
+    is_whole = bool(_WHOLE.fullmatch(one)) != bool(_WHOLE.fullmatch(two)) and "Index put" not in message
     return "dtype-of-whole-numbers" if is_whole else "dtypes-differ"

@@ -39,52 +39,52 @@ _FLAG = (
 
 def of_devices(root: Traceback, log: Log) -> Finding | None:
     """The finding that a process got no GPU, or not its port."""
-    kind, values = _asked(root.said)
+    kind, values = _request(root.error_text)
     if not kind:
-        kind, values = _asked(lines_near(root, log))
+        kind, values = _request(lines_near(root, log))
     if not kind:
         return None
-    shown = {**values, "told": sentence(list(_told(kind, values, root, log)))}
-    finding = rules.finding(f"short-{kind}", values=shown)
+    texts = {**values, "told": sentence(list(_details(kind, values, root, log)))}
+    finding = rules.finding(f"short-{kind}", values=texts)
     first = typed_rank(root, log)
     return replace(finding, remedy=Text.lines([first, finding.remedy])) if first else finding
 
 
-def _asked(said: str) -> tuple[str, dict[str, object]]:
+def _request(message: str) -> tuple[str, dict[str, object]]:
     """What a message says was asked for, with its numbers; "" for messages about something else."""
-    if match := next(filter(None, (pattern.search(said) for pattern in _GPUS)), None):
-        asked, there = _counts(match)
-        return "gpus", {"asked": asked, "there": there}
-    if port := _PORT.search(said):
+    if match := next(filter(None, (pattern.search(message) for pattern in _GPUS)), None):
+        requested, there = _counts(match)
+        return "gpus", {"asked": requested, "there": there}
+    if port := _PORT.search(message):
         return "port", {"port": port["named"] or port["port"] or "MASTER_PORT"}
-    return ("ordinal" if _ORDINAL.search(said) else ""), {}
+    return ("ordinal" if _ORDINAL.search(message) else ""), {}
 
 
-def _told(kind: str, values: Mapping[str, object], root: Traceback, log: Log) -> Iterator[Text]:
+def _details(kind: str, values: Mapping[str, object], root: Traceback, log: Log) -> Iterator[Text]:
     """The numbers, the flag that set them, and the first rank without a GPU."""
     flag = re.search(_FLAG.format(values["asked"]), log.text) if kind == "gpus" else None
     if kind == "gpus":
         yield phrase_text("short-gpus-counted", **values)
     if flag:
         yield phrase_text("short-typed", typed=flag[0])
-    if kind == "ordinal" and (first := min(_ranks_that_say(root.said, log), default=0)):
+    if kind == "ordinal" and (first := min(_ranks_that_say(root.error_text, log), default=0)):
         yield phrase_text("ordinal-first", first=first)
 
 
 def _counts(match: re.Match[str]) -> tuple[int, int]:
     """How many GPUs were asked for, and how many there are: numbers, lists, or the number of the last one."""
-    found = {name: text for name, text in match.groupdict().items() if text}
-    if "last" in found:
-        return int(found["last"]) + 1, int(found["there"])
-    asked, there = (
-        len(re.findall(r"\d+", found[name])) if found[name].startswith("[") else int(found[name])
+    texts = {name: text for name, text in match.groupdict().items() if text}
+    if "last" in texts:
+        return int(texts["last"]) + 1, int(texts["there"])
+    requested, there = (
+        len(re.findall(r"\d+", texts[name])) if texts[name].startswith("[") else int(texts[name])
         for name in ("asked", "there")
     )
-    return asked, there
+    return requested, there
 
 
-def _ranks_that_say(said: str, log: Log) -> Iterator[int]:
-    return (each.rank for each in log.tracebacks if each.said == said and each.rank is not None)
+def _ranks_that_say(message: str, log: Log) -> Iterator[int]:
+    return (each.rank for each in log.tracebacks if each.error_text == message and each.rank is not None)
 
 
 _TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use|invalid device ordinal|Duplicate GPU detected")
@@ -98,7 +98,7 @@ _ONE_RANK = re.compile(r"(?<!\S)--local[-_]rank[ =]\d{1,4}(?!\S)")
 
 def typed_rank(root: Traceback, log: Log) -> Text | None:
     """What to do first if the command line gives all processes the same local rank."""
-    commands = _LAUNCHED.finditer(log.text) if _TAKEN.search(root.said) else ()
+    commands = _LAUNCHED.finditer(log.text) if _TAKEN.search(root.error_text) else ()
     typed = (_ONE_RANK.search(each["command"].partition(".py")[2]) for each in commands)
-    found = next(filter(None, typed), None)
-    return phrase_text("local-rank-typed-way", typed=found[0]) if found else None
+    option = next(filter(None, typed), None)
+    return phrase_text("local-rank-typed-way", typed=option[0]) if option else None

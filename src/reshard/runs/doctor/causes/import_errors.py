@@ -28,7 +28,7 @@ _SHARED = frozenset(
 
 def of_module(root: Traceback, log: Log) -> Finding | None:
     """The finding that a module is missing: a package, or a part of a package that could be imported."""
-    match = _MODULE.search(root.said)
+    match = _MODULE.search(root.error_text)
     if match is None:
         return None
     package = match["package"]
@@ -42,11 +42,11 @@ def of_module(root: Traceback, log: Log) -> Finding | None:
 
 def _without_package(package: str, root: Traceback, log: Log) -> Finding:
     """The finding for a package that is not there: likely if the code that asked for it is known."""
-    asked = [phrase_text("asked-by", frame=root.frames[-1])] if root.frames else []
+    evidence = [phrase_text("asked-by", frame=root.frames[-1])] if root.frames else []
     values = {"package": package, "install": installed_for(package)}
-    certainty = "likely" if asked else "possible"
-    found = rules.finding("module-not-found", values=values, certainty=certainty, evidence=asked)
-    return replace(found, remedy=with_interpreter(found.remedy, log))
+    certainty = "likely" if evidence else "possible"
+    finding = rules.finding("module-not-found", values=values, certainty=certainty, evidence=evidence)
+    return replace(finding, remedy=with_interpreter(finding.remedy, log))
 
 
 _RELATIVE = re.compile(r"^\s*from \.[\w.]* import\b")
@@ -72,9 +72,9 @@ def of_pair(root: Traceback, log: Log) -> Finding | None:
 
     For packages whose history is not known.
     """
-    match = _NAME.search(root.said)
+    match = _NAME.search(root.error_text)
     importer = _owner(root.frames[-1]) if root.frames else None
-    if match is None or importer is None or any(each in root.said for each in _NOT_OF_RELEASES):
+    if match is None or importer is None or any(each in root.error_text for each in _NOT_OF_RELEASES):
         return None
     package, path = match["package"], match["path"]
     if package in (importer, *_SHARED, *PACKAGE_OF_ROOT) or (path and not INSTALLED_PATH.search(path)):
@@ -90,8 +90,8 @@ def of_pair(root: Traceback, log: Log) -> Finding | None:
 def _owner(frame: str) -> str | None:
     """The package of a frame's file; None for a script."""
     match = INSTALLED_PATH.search(frame)
-    found = match["name"] if match else package_of(frame)
-    return found.partition("/")[0] if found else None
+    folder = match["name"] if match else package_of(frame)
+    return folder.partition("/")[0] if folder else None
 
 
 _SYMBOL = re.compile(
@@ -116,7 +116,7 @@ _FOR_ONE_TORCH = ("vllm", "torchvision", "torchaudio", "xformers", "torchao", "s
 
 def of_symbol(root: Traceback, log: Log) -> Finding | None:
     """The finding for an undefined symbol of an extension that was built for another torch or CUDA."""
-    match = _SYMBOL.search(root.root.said) or _SYMBOL.search(root.said)
+    match = _SYMBOL.search(root.root.error_text) or _SYMBOL.search(root.error_text)
     if match is None:
         return None
     package = _package_of_extension(match["file"])

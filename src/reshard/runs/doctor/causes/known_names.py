@@ -21,20 +21,20 @@ from reshard.runs.doctor.upstream_search import package_of
 
 @dataclass(frozen=True)
 class KnownName:
-    """The releases that have what is missing. `shown` is how people write it, `instead` what to write in its place."""
+    """The releases that have what is missing. `spelling` is how people write it, `instead` what replaces it."""
 
     missing: Missing
     table: ApiTable
     presence: Presence
-    shown: str | Text
+    spelling: str | Text
     instead: str | None = None
     wider: Presence | None = None
     """When a parameter is also accepted by decorators and `**`."""
 
     def bounds(self, version: Version | None) -> Bounds | None:
         """The releases that have it, relative to one that does not."""
-        found = self.wider.bounds(version) if self.wider and version else None
-        return found or self.presence.bounds(version)
+        wider = self.wider.bounds(version) if self.wider and version else None
+        return wider or self.presence.bounds(version)
 
 
 def known_of(missing: Missing, failure: Traceback, log: Log) -> KnownName | None:
@@ -76,8 +76,8 @@ def _of_module(missing: Missing) -> KnownName | None:
 
 def _of_key(missing: Missing) -> KnownName | None:
     own = table_of(missing.owner)
-    shown = f"model_type {missing.name}" if missing.kind is MissingKind.MODEL_TYPE else missing.name
-    return KnownName(missing, own, own.key(missing.name), shown) if own else None
+    name = f"model_type {missing.name}" if missing.kind is MissingKind.MODEL_TYPE else missing.name
+    return KnownName(missing, own, own.key(missing.name), name) if own else None
 
 
 # ------------------------------------------------------------------------------------------ in any package
@@ -89,8 +89,8 @@ def _of_attribute(missing: Missing, failure: Traceback, log: Log) -> KnownName |
     def ask(own: ApiTable) -> KnownName:
         return KnownName(missing, own, own.attribute(kind, name), missing.whole)
 
-    found = _wherever(ask, (kind, f".{name}"), failure, log)
-    return found or (None if kind == "NoneType" else _inherited(missing))
+    known = _wherever(ask, (kind, f".{name}"), failure, log)
+    return known or (None if kind == "NoneType" else _inherited(missing))
 
 
 def _inherited(missing: Missing) -> KnownName | None:
@@ -99,13 +99,13 @@ def _inherited(missing: Missing) -> KnownName | None:
     bases = {base for own in tables(packages_with(PACKAGE_ROOTS, kind)) for base in own.ancestors(kind)}
     bases |= {*re.findall(r"(?<=\w)[A-Z][a-z]+$", kind)}  # MyOwnTrainer is a Trainer
     bases |= {"LoraModel"} if kind.startswith("PeftModel") else set()
-    found = {}
+    inherited = {}
     for base in sorted(bases):
         for own in tables(packages_with(PACKAGE_ROOTS, base, f".{name}")):
             presence = own.attribute(base, name)
             if presence.there and not own.has_class(kind):
-                found[own.package] = KnownName(missing, own, presence, f"{base}.{name}")
-    return next(iter(found.values())) if len(found) == 1 else None
+                inherited[own.package] = KnownName(missing, own, presence, f"{base}.{name}")
+    return next(iter(inherited.values())) if len(inherited) == 1 else None
 
 
 def _of_call(missing: Missing, failure: Traceback, log: Log) -> KnownName | None:
@@ -115,19 +115,19 @@ def _of_call(missing: Missing, failure: Traceback, log: Log) -> KnownName | None
     it only passes on, or has from a file, may be another release's.
     """
     function = missing.owner
-    shown = function.removesuffix(".__init__")
+    spelling = function.removesuffix(".__init__")
 
     def ask(own: ApiTable) -> KnownName:
         if missing.kind is MissingKind.KEYWORD:
             return _taken(missing, own)
-        more = phrase_text("more-arguments", function=shown, count=missing.count)
+        more = phrase_text("more-arguments", function=spelling, count=missing.count)
         return KnownName(missing, own, own.arity(function, missing.count), more)
 
-    found = _wherever(ask, (shown,), failure, log, shown if missing.kind is MissingKind.KEYWORD else "")
+    known = _wherever(ask, (spelling,), failure, log, spelling if missing.kind is MissingKind.KEYWORD else "")
     caller = package_of(failure.frames[-1]) if failure.frames else None
-    is_own = found is not None and found.table.root == caller
+    is_own = known is not None and known.table.root == caller
     passes_on = function.endswith(".__init__") and _PASSES_ON.search(failure.source)
-    return None if is_own and not passes_on else found
+    return None if is_own and not passes_on else known
 
 
 _PASSES_ON = re.compile(r"\*\*|\b\w+(?:Args|Arguments|Config)\($")
@@ -166,11 +166,11 @@ def _wherever(
     mentioned = _mentioned(failure, log)
     others = [package for package in PACKAGE_ROOTS if package not in {*mentioned, *_PROGRAMS}]
     for packages in (mentioned, others):
-        found = [each for each in map(ask, tables(packages_with(packages, *names))) if each.presence.there]
-        known = list({each.table.package: each for each in found}.values())  # by the package of a base
+        having = [each for each in map(ask, tables(packages_with(packages, *names))) if each.presence.there]
+        known = list({each.table.package: each for each in having}.values())  # by the package of a base
         if len(known) > 1 and kind:
             known = [each for each in known if each.table.name(each.table.root, kind).there]
-        if found:
+        if having:
             return known[0] if len(known) == 1 else None
     return None
 
@@ -181,8 +181,8 @@ _PROGRAMS = ("llamafactory", "ms-swift")
 
 def _mentioned(failure: Traceback, log: Log) -> list[str]:
     """Packages whose files or names appear in the failure's own lines."""
-    shown = [line.text for line in log.lines if failure.first <= line.number <= failure.end]
-    text = "\n".join([*failure.frames, failure.said, *shown])
+    lines = [line.text for line in log.lines if failure.first <= line.number <= failure.end]
+    text = "\n".join([*failure.frames, failure.error_text, *lines])
     return [
         package for package, name in PACKAGE_ROOTS.items() if re.search(rf"(?<![\w-]){name}(?![\w-])", text)
     ]

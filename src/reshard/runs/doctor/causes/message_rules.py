@@ -29,9 +29,9 @@ class MessageRule:
     values: Mapping[str, str] = field(default_factory=dict)
     phrases: Mapping[str, str] = field(default_factory=dict)
 
-    def match(self, said: str, log: Log) -> re.Match[str] | None:
+    def match(self, message: str, log: Log) -> re.Match[str] | None:
         """The match of its message, if the log has what the rule needs besides."""
-        match = re.search(self.pattern, said, re.ASCII)
+        match = re.search(self.pattern, message, re.ASCII)
         applies = match and re.search(self.needs, log.text) and not re.search(self.unless, log.text)
         return match if applies else None
 
@@ -45,8 +45,8 @@ def message_rules() -> list[MessageRule]:
 def of_message(root: Traceback, log: Log) -> Finding | None:
     """The finding for the message of the first exception in a chain; None if no rule has it."""
     first = root.root
-    found = ((each, match) for each in message_rules() if (match := each.match(first.said, log)))
-    rule, match = next(found, (None, None))
+    matches = ((each, match) for each in message_rules() if (match := each.match(first.error_text, log)))
+    rule, match = next(matches, (None, None))
     if rule is None or match is None:
         return None
     values: dict[str, object] = {
@@ -56,5 +56,5 @@ def of_message(root: Traceback, log: Log) -> Finding | None:
     }
     values |= {name: phrase_text(phrase, **values) for name, phrase in rule.phrases.items()}
     values |= {"where": place_in_code(first), "update": update_of(first)}
-    place = Location.of(log.name, first.last, first.said)
+    place = Location.of(log.name, first.last, first.error_text)
     return rules.finding(rule.code, [place], values, certainty=rule.certainty)

@@ -78,26 +78,26 @@ _UNDERSCORED = re.compile(r"(?<=\.)(?:\*\*)?init(?:\*\*)?$")
 def missing_in(failure: Traceback, log: Log) -> Iterator[Missing]:
     """What the message of a failure says is missing."""
     for kind, pattern in _COMPILED.items():
-        if match := pattern.search(failure.said):
+        if match := pattern.search(failure.error_text):
             yield from _missing(kind, match.groupdict(), failure, log)
-    if (match := _KEY.search(failure.said)) and _OF_MODELS.search(log.text):
+    if (match := _KEY.search(failure.error_text)) and _OF_MODELS.search(log.text):
         yield Missing(MissingKind.MODEL_TYPE, "transformers", match["name"])
 
 
-def imported_in(said: str) -> Missing | None:
+def imported_in(message: str) -> Missing | None:
     """The name that a message says cannot be imported."""
-    match = _COMPILED[MissingKind.IMPORT].search(said)
+    match = _COMPILED[MissingKind.IMPORT].search(message)
     return Missing(MissingKind.IMPORT, match["owner"], match["name"], match["path"] or "") if match else None
 
 
 def _missing(
-    kind: MissingKind, found: dict[str, str | None], failure: Traceback, log: Log
+    kind: MissingKind, parts: dict[str, str | None], failure: Traceback, log: Log
 ) -> Iterator[Missing]:
-    owner, name = found.get("owner") or _REGISTRIES.get(kind, ""), found.get("name") or ""
+    owner, name = parts.get("owner") or _REGISTRIES.get(kind, ""), parts.get("name") or ""
     if kind not in (MissingKind.KEYWORD, MissingKind.POSITION):
-        yield Missing(kind, owner, name, found.get("path") or "")
+        yield Missing(kind, owner, name, parts.get("path") or "")
         return
-    count = int(found.get("given") or 0) - int(found.get("takes") or 0)
+    count = int(parts.get("given") or 0) - int(parts.get("takes") or 0)
     for function in _functions(owner, failure, log):
         yield Missing(kind, function, name, count=count)
 
@@ -119,5 +119,5 @@ def is_shadowed(path: str) -> bool:
 def checkout_of(missing: Missing) -> str:
     """The folder outside of those for installed packages with the package that lacks a name; "" if it has none."""
     inside, path = re.escape(missing.owner.replace(".", "/")), missing.path.replace("\\", "/")
-    found = re.fullmatch(rf"(?P<folder>.*)/{inside}(?:\.py|/(?:__|\*\*)init(?:__|\*\*)\.py)", path)
-    return found["folder"] if found and is_shadowed(path) else ""
+    match = re.fullmatch(rf"(?P<folder>.*)/{inside}(?:\.py|/(?:__|\*\*)init(?:__|\*\*)\.py)", path)
+    return match["folder"] if match and is_shadowed(path) else ""

@@ -36,7 +36,7 @@ _WAYS = {
 
 def of_program(root: Traceback, log: Log) -> Finding | None:
     """The finding for a failure in which a shell says that a program is not there."""
-    match = _NOT_FOUND.search(root.said)
+    match = _NOT_FOUND.search(root.error_text)
     if match is None:
         return None
     program = "git-lfs" if match["git"] else next(name for name in match.groups() if name)

@@ -79,33 +79,33 @@ class Shortage(NamedTuple):
     sizes: MessageSizes
 
 
-def shortage(said: str) -> Shortage | None:
+def shortage(message: str) -> Shortage | None:
     """What ran out, by a failure's message; None if it is about something else."""
-    kind = next((kind for kind, pattern in _KINDS.items() if pattern.search(said)), None)
-    return Shortage(kind, _sizes(said)) if kind else None
+    kind = next((kind for kind, pattern in _KINDS.items() if pattern.search(message)), None)
+    return Shortage(kind, _sizes(message)) if kind else None
 
 
 def of_memory(root: Traceback, log: Log) -> Finding | None:
     """The finding that memory ran out. If the failure is only an exit status, the lines around it count."""
-    found = shortage(root.said) or shortage(lines_near(root, log))
-    if found is None:
+    short = shortage(root.error_text) or shortage(lines_near(root, log))
+    if short is None:
         return None
-    values = {name: _shown(value) for name, value in found.sizes.items()}
-    share = found.sizes.get("there", 0.0) / found.sizes.get("total", 1.0)
+    values = {name: _size_text(value) for name, value in short.sizes.items()}
+    share = short.sizes.get("there", 0.0) / short.sizes.get("total", 1.0)
     missing = dict.fromkeys(("asked", "there", "total"), "?")
-    shown = {
+    texts = {
         **missing,
         **values,
         "compared": values,
-        "told": _told(found, root, log),
+        "told": _sizes_sentence(short, root, log),
         "share": f"{max(0.1, share - 0.05):.2f}",
     }
-    is_engines = found.kind == "device" and _ENGINE.search(
-        "\n".join([*root.frames, root.said, lines_near(root, log)])
+    is_engines = short.kind == "device" and _ENGINE.search(
+        "\n".join([*root.frames, root.error_text, lines_near(root, log)])
     )
-    rule = f"short-{'engine' if is_engines else found.kind}-memory"
-    finding = rules.finding(rule, values=shown)
-    if found.kind == "device" and (first := _first(found.sizes, root.said)):
+    rule = f"short-{'engine' if is_engines else short.kind}-memory"
+    finding = rules.finding(rule, values=texts)
+    if short.kind == "device" and (first := _first(short.sizes, root.error_text)):
         return replace(finding, remedy=Text.lines([first, finding.remedy]))
     return finding
 
@@ -135,9 +135,9 @@ def lines_near(root: Traceback, log: Log) -> str:
     return "\n".join(line.text for line in log.lines if abs(line.number - root.last) <= NEAR_LINES)
 
 
-def _sizes(said: str) -> MessageSizes:
+def _sizes(message: str) -> MessageSizes:
     """The sizes in a message, and what follows from them."""
-    hits = {name: pattern.search(said) for name, pattern in _SIZES.items()}
+    hits = {name: pattern.search(message) for name, pattern in _SIZES.items()}
     sizes = {
         name: _bytes(*(part for part in hit.groups() if part is not None))
         for name, hit in hits.items()
@@ -145,7 +145,7 @@ def _sizes(said: str) -> MessageSizes:
     }
     if "reserved" in sizes and "allocated" in sizes:
         sizes.setdefault("unallocated", max(0.0, sizes["reserved"] - sizes["allocated"]))
-    if others := _others(said, sizes):
+    if others := _others(message, sizes):
         return {**sizes, "others": sum(others.values())}
     own = sizes.get("own", sizes.get("reserved"))
     if own is not None and "total" in sizes and "there" in sizes:
@@ -154,12 +154,12 @@ def _sizes(said: str) -> MessageSizes:
     return sizes
 
 
-def _others(said: str, sizes: MessageSizes) -> dict[str, float]:
+def _others(message: str, sizes: MessageSizes) -> dict[str, float]:
     """The bytes of other processes on a device, by their ids.
 
     In a container, torch lists its own process as another one, because it has another id outside.
     """
-    listed = {process: _bytes(number, unit) for process, number, unit in _OTHER.findall(said)}
+    listed = {process: _bytes(number, unit) for process, number, unit in _OTHER.findall(message)}
     taken = sizes.get("allocated", 0.0) + sizes.get("unallocated", 0.0)
     if taken and "own" not in sizes:
         own = min((each for each in listed if listed[each] >= taken), key=listed.__getitem__, default="")
@@ -171,7 +171,7 @@ def _bytes(number: str, unit: str) -> float:
     return float(number) * 2.0 ** _UNITS[unit[:1].lower()]
 
 
-def _shown(size: float) -> str:
+def _size_text(size: float) -> str:
     powers = {40: "TiB", 30: "GiB", 20: "MiB", 10: "KiB", 0: "B"}
     power = next((each for each in powers if size >= 2**each), 0)
     return f"{size / 2**power:.4g} {powers[power]}"
@@ -183,61 +183,63 @@ MAX_LISTED = 8
 """Maximum ranks and processes that are listed."""
 
 
-def _told(found: Shortage, root: Traceback, log: Log) -> Text:
+def _sizes_sentence(short: Shortage, root: Traceback, log: Log) -> Text:
     """The sizes, whom they are about, and what they show, as a sentence; empty without any."""
-    said, sizes = root.said, found.sizes
-    ranks = {each.stream.rpartition("/")[2] for each in (root, *log.tracebacks) if shortage(each.said)}
+    message, sizes = root.error_text, short.sizes
+    ranks = {each.stream.rpartition("/")[2] for each in (root, *log.tracebacks) if shortage(each.error_text)}
     numbers = sorted(int(rank) for rank in ranks if rank.isdecimal())
     who = [f"rank {', '.join(map(str, numbers[:MAX_LISTED]))}"] if numbers else []
-    who += [f"GPU {device[1]}"] if found.kind == "device" and (device := _DEVICE.search(said)) else []
-    who += [f"process {process[1]}"] if (process := _PROCESS.search(said)) else []
-    shown = {name: _shown(value) for name, value in sizes.items()}
+    who += [f"GPU {device[1]}"] if short.kind == "device" and (device := _DEVICE.search(message)) else []
+    who += [f"process {process[1]}"] if (process := _PROCESS.search(message)) else []
+    sizes_text = {name: _size_text(value) for name, value in sizes.items()}
     known = [
-        phrase_text(f"short-{name}", **shown) for name in ("asked", "there", "total", "own") if name in sizes
+        phrase_text(f"short-{name}", **sizes_text)
+        for name in ("asked", "there", "total", "own")
+        if name in sizes
     ]
     texts = (
         [Text(", ".join(each.en for each in known), "，".join(each.zh for each in known))] if known else []
     )
     texts += [phrase_text("short-met", who=", ".join(who))] if who else []
-    texts += [_reason_told(sizes)] if found.kind == "device" and _reason(sizes) else []
+    texts += [_reason_text(sizes)] if short.kind == "device" and _reason(sizes) else []
     return sentence(texts)
 
 
 def _reason(sizes: MessageSizes) -> str:
     """The name of the reason why a device's memory was short, the most specific one first; "" if none shows."""
-    asked, total, free = (sizes.get(name, 0.0) for name in ("asked", "total", "there"))
-    if total and asked > total:
+    requested, total, free = (sizes.get(name, 0.0) for name in ("asked", "total", "there"))
+    if total and requested > total:
         return "memory-never"
     if total and sizes.get("others", 0.0) > LEAST_SHARE * total:
         return "memory-others"
-    if asked and sizes.get("unallocated", 0.0) >= asked:
+    if requested and sizes.get("unallocated", 0.0) >= requested:
         return "memory-fragments"
-    if asked and free > asked:
+    if requested and free > requested:
         return "memory-limited"
     if total and "allocated" in sizes:
         return "memory-own"
     return "memory-taken" if total and free else ""
 
 
-def _reason_told(sizes: MessageSizes) -> Text:
+def _reason_text(sizes: MessageSizes) -> Text:
     total = sizes.get("total", 0.0)
     taken = sizes.get("allocated", total - sizes.get("there", 0.0))
-    shown = {name: _shown(value) for name, value in sizes.items()}
+    texts = {name: _size_text(value) for name, value in sizes.items()}
     share = round(100 * taken / total) if total else 0
-    return phrase_text(_reason(sizes), **{**shown, "allocated": _shown(taken), "share": share})
+    return phrase_text(_reason(sizes), **{**texts, "allocated": _size_text(taken), "share": share})
 
 
 _BARE = re.compile(r"(?:CUDA|HIP) error: out of memory")
 
 
-def _first(sizes: MessageSizes, said: str) -> Text | None:
+def _first(sizes: MessageSizes, message: str) -> Text | None:
     """What to do first, if the sizes show another reason than the size of the run."""
     if not sizes:
-        return phrase_text("memory-bare-way") if _BARE.search(said) else None
+        return phrase_text("memory-bare-way") if _BARE.search(message) else None
     reason = _reason(sizes)
     if reason == "memory-others":
         return phrase_text(
-            "memory-others-way", processes=" ".join([*_others(said, sizes)][:MAX_LISTED]) or "PID"
+            "memory-others-way", processes=" ".join([*_others(message, sizes)][:MAX_LISTED]) or "PID"
         )
     known = ("memory-fragments", "memory-limited", "memory-never")
     return phrase_text(f"{reason}-way") if reason in known else None

@@ -73,11 +73,11 @@ def of_resolver(root: Traceback, log: Log) -> Finding | None:
     )
     if len({each.what for each in clash}) < 2:
         return None
-    asked = sorted({_name(each.who) for each in clash} - {USER})
+    packages = sorted({_name(each.who) for each in clash} - {USER})
     values = {
         "package": package,
         "needs": Text.same("\n".join(f"  {each.who}: {each.what}" for each in clash[:MAX_REQUIREMENTS])),
-        "packages": " ".join(dict.fromkeys([*asked, package])),
+        "packages": " ".join(dict.fromkeys([*packages, package])),
     }
     return rules.finding("requirements-conflict", [place], values)
 
@@ -137,11 +137,11 @@ _NO_PACKAGE = ("python", "cuda", "gcc", "glibc", "git", "driver", "nvcc", "rocm"
 
 def of_requirement(root: Traceback, log: Log) -> Finding | None:
     """The release of a package that a failure requires; None if it names none."""
-    required = _required(root.said)
+    required = _required(root.error_text)
     if required is None:
         return None
     package, spec, who = required
-    has = _FOUND.search(root.said)
+    has = _FOUND.search(root.error_text)
     what = phrase_text("required-by", spec=spec, who=who) if who else phrase_text("required", spec=spec)
     flags = installed_for(package.replace("-", "_")).split()[:-1]
     values = {
@@ -154,13 +154,13 @@ def of_requirement(root: Traceback, log: Log) -> Finding | None:
     return rules.finding("version-required", values=values)
 
 
-def _required(said: str) -> tuple[str, str, str | None] | None:
+def _required(message: str) -> tuple[str, str, str | None] | None:
     """The package that a message requires, with its releases, and who requires it, if the message says so."""
-    match = next((hit for pattern in _REQUIRED if (hit := pattern.search(said))), None)
+    match = next((hit for pattern in _REQUIRED if (hit := pattern.search(message))), None)
     if match and match["package"].lower() not in _NO_PACKAGE:
         package = _published(match["package"])
         return package, f"{package}{match['range'].replace(' ', '')}".rstrip("."), match["who"]
-    if match := _IN_WORDS.search(said):
+    if match := _IN_WORDS.search(message):
         package = _published(match["package"])
         return package, f"{package}>={match['least'] or match['newest']}", None
     return None
@@ -196,13 +196,13 @@ _MORE = ("einops", "optimum", "protobuf", "tiktoken", "timm")
 
 def of_packages(root: Traceback, log: Log) -> Finding | None:
     """The packages that a failure's message says to install; None if it names none."""
-    found = list(dict.fromkeys(_packages(root.message)))
-    if not found or root.exception in (CUT_OFF_TRACEBACK, EXIT_STATUS):
+    packages = list(dict.fromkeys(_packages(root.message)))
+    if not packages or root.exception in (CUT_OFF_TRACEBACK, EXIT_STATUS):
         return None
-    bare = [re.split(r"[<>=!~\[]", each.split()[-1].strip("'"))[0] for each in found]
+    bare = [re.split(r"[<>=!~\[]", each.split()[-1].strip("'"))[0] for each in packages]
     values = {
-        "packages": ", ".join(each.split()[-1].strip("'") for each in found),
-        "specs": " ".join(f"'{each}'" if re.search(r"^[^' ]*[<>=!~\[]", each) else each for each in found),
+        "packages": ", ".join(each.split()[-1].strip("'") for each in packages),
+        "specs": " ".join(f"'{each}'" if re.search(r"^[^' ]*[<>=!~\[]", each) else each for each in packages),
         "modules": ", ".join(map(imported_from, bare)),
     }
     return rules.finding("packages-to-install", values=values)
@@ -221,11 +221,11 @@ def _packages(message: str) -> Iterator[str]:
 
 def _of_sentence(name: str) -> Iterator[str]:
     """A package that a sentence names, if it is known to be one."""
-    name, found = name.lower(), installed_for(name.lower())
+    name, distribution = name.lower(), installed_for(name.lower())
     if name not in _NO_PACKAGE and (
-        found != name or found in {*PACKAGE_ROOTS, *PACKAGE_OF_ROOT, *repositories(), *_MORE}
+        distribution != name or distribution in {*PACKAGE_ROOTS, *PACKAGE_OF_ROOT, *repositories(), *_MORE}
     ):
-        yield from [found] if found.startswith("-") else found.split()
+        yield from [distribution] if distribution.startswith("-") else distribution.split()
 
 
 def _of_command(args: str) -> Iterator[str]:

@@ -18,8 +18,8 @@ from reshard.runs.doctor.text.log import Log
 
 def installed_for(module: str) -> str:
     """What to give `pip install` for a module."""
-    found = (what for pattern, what in _modules().items() if re.fullmatch(pattern, module))
-    return next(found, module).replace("{name}", module)
+    distributions = (what for pattern, what in _modules().items() if re.fullmatch(pattern, module))
+    return next(distributions, module).replace("{name}", module)
 
 
 def imported_from(package: str) -> str:

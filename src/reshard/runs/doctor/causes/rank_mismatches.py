@@ -39,13 +39,13 @@ def of_absent(root: Traceback, log: Log) -> Finding | None:
 
 def _absent(root: Traceback, log: Log) -> Text | None:
     """The ranks that did not come, with their hosts."""
-    match = ABSENT_RANKS.search(root.said)
+    match = ABSENT_RANKS.search(root.error_text)
     if match and match["ranks"]:
         ranks = [int(rank) for rank in match["ranks"].split(", ")]
         return phrase_text("absent-named", absent=_listed(ranks, log))
-    if stored := _STORED.search(root.said):
+    if stored := _STORED.search(root.error_text):
         return phrase_text("absent-store", **stored.groupdict())
-    if joined := match or _JOINED.search(root.said):
+    if joined := match or _JOINED.search(root.error_text):
         return _of_count(int(joined["came"]), int(joined["of"]), log)
     waited = {int(rank) for rank in _WAITED.findall(log.text)}
     absent = set(range(log.world_size)) - waited
@@ -101,7 +101,7 @@ _SSH = re.compile(
 
 def of_ssh(root: Traceback, log: Log) -> Finding | None:
     """The finding for a node that the launcher does not enter by ssh, as ssh and pdsh print at the end of a log."""
-    match = _SSH.search("\n".join([root.said, *(line.text for line in log.lines[-30:])]))
+    match = _SSH.search("\n".join([root.error_text, *(line.text for line in log.lines[-30:])]))
     if match is None:
         return None
     return rules.finding("ssh-refused", values={"host": next(filter(None, match.groups()), "NODE")})

@@ -19,22 +19,22 @@ _MODULE = re.compile(rf"(?:from|module) {QUOTE}(?P<module>\w+){QUOTE}")
 
 def of_shadow(root: Traceback, log: Log) -> Finding | None:
     """The finding that a folder or file of the same name is imported instead of a package."""
-    match = _MODULE.search(root.said)
+    match = _MODULE.search(root.error_text)
     folder = _shadow(match["module"], root) if match else None
     if match is None or folder is None:
         return None
-    shown = {"module": match["module"], "folder": folder}
-    finding = rules.finding("folder-for-package", values=shown)
+    values = {"module": match["module"], "folder": folder}
+    finding = rules.finding("folder-for-package", values=values)
     return replace(finding, remedy=with_interpreter(finding.remedy, log))
 
 
 def _shadow(module: str, root: Traceback) -> Text | None:
     """What is imported in place of a package: Python tells its path, or the frames show it."""
-    own, missing = table_of(module), imported_in(root.said)
-    if "unknown location" in root.said:
+    own, missing = table_of(module), imported_in(root.error_text)
+    if "unknown location" in root.error_text:
         return phrase_text("folder-without-init", module=module) if own else None
-    if "partially initialized" in root.said:
-        paths = re.findall(r"\(([^()]+)\)", root.said)
+    if "partially initialized" in root.error_text:
+        paths = re.findall(r"\(([^()]+)\)", root.error_text)
         paths += [frame.rpartition(" ")[0].rpartition(":")[0] for frame in root.frames]
         file = re.compile(rf"(?:.*[/\\])?{module}\.py")
         path = next((each for each in paths if file.fullmatch(each) and is_shadowed(each)), None)

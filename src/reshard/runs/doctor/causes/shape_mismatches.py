@@ -80,28 +80,28 @@ class ShapePair(NamedTuple):
     wanted: TensorShape
 
 
-def pairs(said: str) -> Iterator[ShapePair]:
+def pairs(message: str) -> Iterator[ShapePair]:
     """All pairs of shapes in a message."""
     for pattern in _PAIRS:
-        for match in pattern.finditer(said):
+        for match in pattern.finditer(message):
             yield ShapePair(match["name"].strip(), _shape(match["saved"]), _shape(match["wanted"]))
 
 
-def computed(said: str) -> ShapeClass | None:
+def computed(message: str) -> ShapeClass | None:
     """The rule for what the shapes in a message show; None if there are none, or nothing follows."""
-    classes = [(pair, found) for pair in pairs(said) if (found := _class_of(pair))]
+    classes = [(pair, class_and_values) for pair in pairs(message) if (class_and_values := _class_of(pair))]
     if not classes:
-        return _of_elements(said)
+        return _of_elements(message)
     if classes[0][1][0] in _SHARDS:
         rows = (each for each in classes if each[1][0] == _HIDDEN and each[1][1]["dimension"])
         classes = [*rows, *classes]
     pair, (kind, values) = classes[0]
     saved, wanted = list(pair.saved), list(pair.wanted)
     compared = {f"{pair.name} in the checkpoint": saved, f"{pair.name} in the model": wanted}
-    shown = {"name": pair.name, "saved": saved, "wanted": wanted, "compared": compared, **values}
+    texts = {"name": pair.name, "saved": saved, "wanted": wanted, "compared": compared, **values}
     if kind == "rows":
         kind = _class_of_rows(pair)
-    return f"shape-{'other-size' if kind == _HIDDEN else kind}", shown
+    return f"shape-{'other-size' if kind == _HIDDEN else kind}", texts
 
 
 _MEGATRON_NAMES = re.compile(r"word_embeddings|output_layer")
@@ -143,8 +143,8 @@ def _class_of(pair: ShapePair) -> tuple[str, dict[str, object]] | None:
     if len(wanted) == 2 and wanted[1] == 1 and 1 / packed in (2, 8):
         return "packed-model", {"ratio": int(1 / packed)}
     if len(saved) != len(wanted):
-        shown: dict[str, object] = {"elements": f"{prod(saved):,}", "whole": f"{prod(wanted):,}"}
-        return ("flat", shown) if len(saved) == 1 else None
+        texts: dict[str, object] = {"elements": f"{prod(saved):,}", "whole": f"{prod(wanted):,}"}
+        return ("flat", texts) if len(saved) == 1 else None
     differs = [at for at, (ours, theirs) in enumerate(zip(saved, wanted, strict=True)) if ours != theirs]
     if len(differs) > 1:
         return "other-model", {}
@@ -198,18 +198,18 @@ def _ranks_of_padded(rows: int, whole: int) -> int:
     return next(fits, 0) if rows % PADDING_MULTIPLE == 0 else 0
 
 
-def _of_elements(said: str) -> ShapeClass | None:
+def _of_elements(message: str) -> ShapeClass | None:
     """The same for messages with counts only."""
-    if match := _NARROW.search(said):
+    if match := _NARROW.search(message):
         return "shape-placeholder", {"name": "a weight", "saved": "[0]", "wanted": f"[{match['length']}, …]"}
-    if match := _INVALID.search(said):
+    if match := _INVALID.search(message):
         needed, size = prod(_shape(re.sub(r"-1\b", "", match["wanted"]))), int(match["size"])
         ratio = f"{size / needed:.3g}" if needed else ""
-        shown = {"wanted": match["wanted"], "size": f"{size:,}", "needed": f"{needed:,}", "ratio": ratio}
-        return ("shape-view", shown) if size and needed else None
-    if _EMPTY.search(said):
+        texts = {"wanted": match["wanted"], "size": f"{size:,}", "needed": f"{needed:,}", "ratio": ratio}
+        return ("shape-view", texts) if size and needed else None
+    if _EMPTY.search(message):
         return "shape-empty-side", {"a": 0, "b": "…"}
-    match = _UNEQUAL.search(said)
+    match = _UNEQUAL.search(message)
     return _of_sizes(int(match["a"]), int(match["b"]), match["dimension"]) if match else None
 
 
@@ -238,8 +238,8 @@ def of_shapes(root: Traceback, log: Log) -> Finding | None:
         if line.stream == root.stream
         and (
             0 <= root.last - line.number < TABLE_LINES
-            or (root.said.endswith(":") and line.number > root.last)
+            or (root.error_text.endswith(":") and line.number > root.last)
         )
     )
-    found = computed("\n".join([root.said, *near]))
-    return rules.finding(found[0], values=found[1]) if found else None
+    class_and_values = computed("\n".join([root.error_text, *near]))
+    return rules.finding(class_and_values[0], values=class_and_values[1]) if class_and_values else None

@@ -47,14 +47,14 @@ MAX_NAMES = 5
 
 def of_arguments(root: Traceback, log: Log) -> Finding | None:
     """The finding for what a program does not know, or what its config lacks; None for other failures."""
-    unknown = list(dict.fromkeys(_unknown(root.said)))
-    config = _CONFIG.search(root.said)
+    unknown = list(dict.fromkeys(_unknown(root.error_text)))
+    config = _CONFIG.search(root.error_text)
     if config and set(unknown) <= ConfigKeys("accelerate", Versions()).known:
         return rules.finding("accelerate-config-newer", values=config.groupdict())
-    known = _known(root.said, log) if unknown else set()
+    known = _known(root.error_text, log) if unknown else set()
     texts = _of_releases(unknown, root, log) or [_near(name, known) for name in unknown[:MAX_NAMES]]
-    texts += [phrase_text("argument-value", name=value) for value in _values(root.said)]
-    lacks = None if "Could not override" in log.text else _LACKS.search(root.said)
+    texts += [phrase_text("argument-value", name=value) for value in _values(root.error_text)]
+    lacks = None if "Could not override" in log.text else _LACKS.search(root.error_text)
     if lacks and texts in ([], [phrase_text("argument-unknown", name=lacks["key"])]):
         values = {**lacks.groupdict(), "where": place_in_code(root.root)}
         return rules.finding("config-lacks-key", values=values)
@@ -64,17 +64,17 @@ def of_arguments(root: Traceback, log: Log) -> Finding | None:
     return rules.finding("unknown-key", values={"told": lines})
 
 
-def _unknown(said: str) -> Iterator[str]:
+def _unknown(message: str) -> Iterator[str]:
     """The names in a message, without their values."""
-    for match in _REFUSED.finditer(said):
+    for match in _REFUSED.finditer(message):
         given = next(each for each in match.groups() if each is not None)
         flags = _FLAG.findall(given)
         yield from flags if flags or match["arguments"] else _NAME.findall(given)
 
 
-def _values(said: str) -> list[str]:
+def _values(message: str) -> list[str]:
     """What argparse refuses behind a flag that takes no value: words alone, without a flag that it does not know."""
-    match = _REFUSED.search(said)
+    match = _REFUSED.search(message)
     given = match["arguments"] if match else None
     return given.split()[:MAX_NAMES] if given and not _FLAG.search(given) else []
 
@@ -87,7 +87,7 @@ _PRINTED_BY = (("remaining_argv", "ms-swift"), ("HfArgumentParser", "llamafactor
 
 def _of_releases(unknown: list[str], root: Traceback, log: Log) -> list[Text]:
     """For each unknown key the releases of its program that accept it; empty unless some release accepts each."""
-    program = next((name for said, name in _PRINTED_BY if said in root.said), None)
+    program = next((name for phrase, name in _PRINTED_BY if phrase in root.error_text), None)
     keys = ConfigKeys(program, Versions()) if program else None
     spans = {name: span for name in unknown if keys and (span := keys.span(name))}
     if keys is None or len(spans) < len(unknown):
@@ -99,13 +99,13 @@ def _accepted(name: str, since: str, last: str, keys: ConfigKeys, log: Log) -> T
     """That the releases of a program from one to another accept a key."""
     assert keys.table is not None
     package, releases = keys.table.package, keys.table.versions
-    shown = {"name": name, "since": since, "last": last, "package": package, "program": keys.schema.program}
+    values = {"name": name, "since": since, "last": last, "package": package, "program": keys.schema.program}
     if last == releases[-1]:
-        return phrase_text("argument-since", **shown)
+        return phrase_text("argument-since", **values)
     if now := keys.table.renames.get(name):
-        return phrase_text("argument-renamed", now=now, **shown)
+        return phrase_text("argument-renamed", now=now, **values)
     is_newer = package in log.versions and Version(log.versions[package]) > Version(last)
-    return phrase_text("argument-until" if is_newer or since == releases[0] else "argument-between", **shown)
+    return phrase_text("argument-until" if is_newer or since == releases[0] else "argument-between", **values)
 
 
 # ----------------------------------------------------------------------------------------- what was probably meant
@@ -116,22 +116,22 @@ _PROGRAMS = {"trl": "trl", "llamafactory": "llamafactory", "accelerate": "accele
 LEAST_SIMILARITY = 0.75
 
 
-def _known(said: str, log: Log) -> set[str]:
+def _known(message: str, log: Log) -> set[str]:
     """The program's arguments: from its usage, if the log shows it, or from its releases."""
     if "usage:" in log.text:
         lines = (line.text for line in log.lines if re.match(r"\s*[\[-]|.*usage:", line.text))
         return {flag for line in lines for flag in _USAGE.findall(line)}
     usage = RunTools()
     usage.see(log.text)
-    named = [each for each in ("accelerate", "deepspeed") if each in said.lower()]
+    named = [each for each in ("accelerate", "deepspeed") if each in message.lower()]
     if programs := named or [_PROGRAMS[tool] for tool in usage.tools if tool in _PROGRAMS]:
         return ConfigKeys(programs[0], Versions()).known
-    if "is not in struct" in said or "Could not override" in said:  # Hydra, which verl uses
+    if "is not in struct" in message or "Could not override" in message:  # Hydra, which verl uses
         return {key.rpartition(".")[2] for key in keys_of("verl")}
-    of_files = ("llamafactory", "trl") if "HfArgumentParser" in said else ()
+    of_files = ("llamafactory", "trl") if "HfArgumentParser" in message else ()
     trains = table("transformers")
-    found = trains.ever("Seq2SeqTrainingArguments.__init__") if trains else set()
-    return found.union(*(ConfigKeys(each, Versions()).known for each in of_files))
+    options = trains.ever("Seq2SeqTrainingArguments.__init__") if trains else set()
+    return options.union(*(ConfigKeys(each, Versions()).known for each in of_files))
 
 
 def _near(name: str, known: set[str]) -> Text:

@@ -108,31 +108,31 @@ class NameLists(NamedTuple):
 
 def of_names(root: Traceback, log: Log) -> Finding | None:
     """The finding from the names that a failure lists; None if it lists none."""
-    names = _names_in(root.said)
+    names = _names_in(root.error_text)
     if not names.missing and not names.unexpected:
         return None
     kind, values = class_of(names)
     kind = _of_reader(kind, names, root)
-    return rules.finding(f"names-{kind}", values={**_shown(names), **values})
+    return rules.finding(f"names-{kind}", values={**_example_names(names), **values})
 
 
 def _of_reader(kind: str, names: NameLists, root: Traceback) -> str:
     """The class, or the one for what reads the names: llama.cpp, an inference engine, a program that looks one up."""
-    if _OF_GGUF.search(root.said):
+    if _OF_GGUF.search(root.error_text):
         return "gguf"
     if names.missing:
         return kind
-    if _ENGINE.search("\n".join([root.said, *root.frames])):
+    if _ENGINE.search("\n".join([root.error_text, *root.frames])):
         return "engine"
-    unexplained = kind in ("only-file", "other-model") or (kind == "head" and "embed" in root.said)
+    unexplained = kind in ("only-file", "other-model") or (kind == "head" and "embed" in root.error_text)
     return "lookup" if root.exception == "KeyError" and unexplained else kind
 
 
-def _names_in(said: str) -> NameLists:
-    missing, unexpected = _MISSING.search(said), _UNEXPECTED.search(said)
+def _names_in(message: str) -> NameLists:
+    missing, unexpected = _MISSING.search(message), _UNEXPECTED.search(message)
     if missing or unexpected:
         return NameLists(_listed(missing), _listed(unexpected))
-    absent, one = _ABSENT.search(said), _ONE.search(said)
+    absent, one = _ABSENT.search(message), _ONE.search(message)
     if absent:
         return NameLists([absent[absent.lastindex or 0]], [])
     return NameLists([], [one[one.lastindex or 0]] if one else [])
@@ -147,7 +147,7 @@ def _listed(match: re.Match[str] | None) -> list[str]:
     return [name.rstrip(".") for name in named][:MAX_NAMES]
 
 
-def _shown(names: NameLists) -> dict[str, object]:
+def _example_names(names: NameLists) -> dict[str, object]:
     return {
         "missing": ", ".join(names.missing[:2]) or "–",
         "unexpected": ", ".join(names.unexpected[:2]) or "–",
@@ -158,15 +158,15 @@ def class_of(names: NameLists) -> NamesClass:
     """The class of two lists of names, the most specific first, and the values for its text."""
     missing, unexpected = names
     both = [*unexpected, *missing]
-    if found := next(filter(_QUANTIZED.search, unexpected), None):
-        return "quantized", {"example": found}
+    if example := next(filter(_QUANTIZED.search, unexpected), None):
+        return "quantized", {"example": example}
     inside = next(filter(_INSIDE.search, unexpected), None)
     if inside and not any("." in name for name in unexpected):
         return "inside", {"key": inside, "keys": ", ".join(unexpected[:5])}
     if renamed := _renamed(names):
         return renamed
-    if found := next(filter(_ADAPTER.search, both), None):
-        return ("adapter" if found in unexpected else "no-adapter"), {"example": found}
+    if example := next(filter(_ADAPTER.search, both), None):
+        return ("adapter" if example in unexpected else "no-adapter"), {"example": example}
     if kind := next((kind for kind, pattern in _ALIKE.items() if all(map(pattern.search, both))), ""):
         return kind, {"example": both[0]}
     return _of_program(names) or _deeper(names) or _of_parts(names)
@@ -184,8 +184,8 @@ def _of_parts(names: NameLists) -> NamesClass:
     if len(missing) >= MODEL_MISSING_FROM and any(_LAYER.search(name) and ".0." in name for name in missing):
         return "none", {}
     parts = Counter(name.split(".")[0] for name in names.missing or names.unexpected)
-    shown = ", ".join(part for part, _ in parts.most_common(4))
-    return ("only-file" if unexpected else "only-model"), {"parts": shown}
+    listed = ", ".join(part for part, _ in parts.most_common(4))
+    return ("only-file" if unexpected else "only-model"), {"parts": listed}
 
 
 def program_of(names: Iterable[str]) -> str | None:
@@ -217,10 +217,10 @@ def _renamed(names: NameLists) -> NamesClass | None:
     (model, file), count = pairs.most_common(1)[0]
     if count < max(2, LEAST_AGREEMENT * min(len(names.missing), len(names.unexpected))):
         return None
-    shown = {"model": model, "file": file, "count": count}
+    values = {"model": model, "file": file, "count": count}
     if not model:
-        return "prefix-of-file", shown
-    return ("prefixes" if file else "prefix-of-model"), shown
+        return "prefix-of-file", values
+    return ("prefixes" if file else "prefix-of-model"), values
 
 
 def _prefixes(lacks: str, has: str) -> tuple[str, str] | None:
@@ -244,8 +244,8 @@ def _deeper(names: NameLists) -> NamesClass | None:
         return None
     if len(one_side) == 1 and not _OF_EVERY_LAYER.search(one_side[0]):
         return None  # a part that only some layers have
-    shown = {"first": min(indices), "last": max(indices)}
-    return ("layers-of-file" if names.unexpected else "layers-of-model"), shown
+    values = {"first": min(indices), "last": max(indices)}
+    return ("layers-of-file" if names.unexpected else "layers-of-model"), values
 
 
 def _part_of_layers(names: NameLists) -> NamesClass | None:
@@ -313,32 +313,34 @@ def of_loading(log: Log) -> Finding | None:
     lacking = [each for each in _loaded(log) if not set(each.names.missing) <= {"lm_head.weight"}]
     if not lacking:
         return None
-    found = next((each for each in lacking if not each.is_head), lacking[0])
-    place = Location.of(log.name, found.line.number, found.line.text)
-    if found.is_head:
-        shown = {"model": found.model, "path": found.path, "names": ", ".join(found.names.missing[:4])}
-        return rules.finding("head-is-new", [place], shown)
-    kind, values = class_of(found.names)
-    return rules.finding(f"names-{kind}", [place], {**_shown(found.names), **values}, severity="warning")
+    loaded = next((each for each in lacking if not each.is_head), lacking[0])
+    place = Location.of(log.name, loaded.line.number, loaded.line.text)
+    if loaded.is_head:
+        texts = {"model": loaded.model, "path": loaded.path, "names": ", ".join(loaded.names.missing[:4])}
+        return rules.finding("head-is-new", [place], texts)
+    kind, values = class_of(loaded.names)
+    return rules.finding(
+        f"names-{kind}", [place], {**_example_names(loaded.names), **values}, severity="warning"
+    )
 
 
 def _loaded(log: Log) -> list[_Loaded]:
     """The models that transformers says something about, in their order."""
-    found: dict[str, _Loaded] = {}
+    by_path: dict[str, _Loaded] = {}
     path = ""
     for line in log.lines:
         hit = next((hit for pattern in _REPORTS if (hit := pattern.search(line.text))), None)
         row = _ROW.search(line.text) if path and hit is None else None
         if hit:
             path = hit["path"]
-            names = found.setdefault(path, _Loaded(hit["model"], path, line, NameLists([], []))).names
+            names = by_path.setdefault(path, _Loaded(hit["model"], path, line, NameLists([], []))).names
             names.missing.extend(_IN_QUOTES.findall(hit.groupdict().get("missing") or ""))
             names.unexpected.extend(_IN_QUOTES.findall(hit.groupdict().get("unexpected") or ""))
         elif row:
-            names = found[path].names
+            names = by_path[path].names
             side = names.missing if row["status"] == "MISSING" else names.unexpected
             side.extend(_expanded(row["name"]))
-    return list(found.values())
+    return list(by_path.values())
 
 
 def _expanded(name: str) -> list[str]:

@@ -40,7 +40,7 @@ class CatalogueEntry:
     cure: Text
     engines: tuple[str, ...]
     patterns: tuple[re.Pattern[str], ...]
-    beside: Mapping[str, list[str]]
+    context_patterns: Mapping[str, list[str]]
     """`needs`, `unless` and `hints` as text."""
     versions: dict[str, str]
     symptom_of: tuple[str, ...]
@@ -54,15 +54,15 @@ class CatalogueEntry:
 
     @cached_property
     def needs(self) -> tuple[re.Pattern[str], ...]:
-        return _patterns(self.beside["needs"])
+        return _patterns(self.context_patterns["needs"])
 
     @cached_property
     def unless(self) -> tuple[re.Pattern[str], ...]:
-        return _patterns(self.beside["unless"])
+        return _patterns(self.context_patterns["unless"])
 
     @cached_property
     def hints(self) -> tuple[re.Pattern[str], ...]:
-        return _patterns(self.beside["hints"])
+        return _patterns(self.context_patterns["hints"])
 
 
 @lru_cache(maxsize=1)
@@ -90,9 +90,9 @@ def _near(identifier: str, entries: dict[str, CatalogueEntry]) -> list[str]:
     """Ids of rules and entries similar to this one; or of entries whose text contains these words."""
     from reshard.runs.checks.rules import rules
 
-    asked = identifier.lower().replace("_", "-")
-    said = [entry.id for entry in entries.values() if " " in asked and asked in entry.excerpt.lower()]
-    return (said or closest(asked, [*entries, *rules()], most=4, cutoff=0.3))[:4]
+    query = identifier.lower().replace("_", "-")
+    quoting = [entry.id for entry in entries.values() if " " in query and query in entry.excerpt.lower()]
+    return (quoting or closest(query, [*entries, *rules()], most=4, cutoff=0.3))[:4]
 
 
 def _entry(path: Path) -> CatalogueEntry:
@@ -106,7 +106,7 @@ def _entry(path: Path) -> CatalogueEntry:
             cure=_text(raw["cure"]),
             engines=tuple(raw["engines"]),
             patterns=_patterns(raw["patterns"]),
-            beside={key: raw[key] for key in ("needs", "unless", "hints")},
+            context_patterns={key: raw[key] for key in ("needs", "unless", "hints")},
             versions=dict(raw["versions"]),
             symptom_of=tuple(raw["symptom_of"]),
             sources=tuple(raw["sources"]),

@@ -78,7 +78,7 @@ def _entry_match(
     entry: CatalogueEntry, log: Log, root: Traceback | None, whole: _Passage, live: _Passage
 ) -> EntryMatch | None:
     passage = live if entry.kind in FATAL else whole
-    explains = root is not None and any(pattern.search(root.said) for pattern in entry.patterns)
+    explains = root is not None and any(pattern.search(root.error_text) for pattern in entry.patterns)
     line = next((hit for pattern in entry.patterns if (hit := passage.hit(pattern))), None)
     if (
         root and explains and (line is None or line.number != root.last)
@@ -86,7 +86,7 @@ def _entry_match(
         line = next((each for each in whole.lines if each.number == root.last), line)
     if line is None or not _applies(entry, whole.text, log.versions):
         return None
-    message = root.said if root and explains else line.text
+    message = root.error_text if root and explains else line.text
     is_at_root = explains or (root is not None and is_in(line, root))
     evidence = [which_is_first(root)] if root and explains else []
     is_distinguished = False
@@ -96,7 +96,7 @@ def _entry_match(
         evidence += signs
         is_distinguished = bool(signs) or any(_distinguishes(pattern, context) for pattern in entry.needs)
     added = ANALYSES[entry.analysis](log, root)
-    cure = _cure(entry, root.said if root and is_at_root else line.text)
+    cure = _cure(entry, root.error_text if root and is_at_root else line.text)
     remedy = Text.lines([added.first_step, cure]) if added.first_step else cure
     finding = _finding(entry, line, log, remedy, entry.certainty, (*evidence, *added.evidence))
     return EntryMatch(entry, line, is_at_root, is_distinguished, finding)

@@ -64,7 +64,7 @@ def facts_of(
         "commands": commands,
         "settings": list(settings_in(texts)),
         "numbers": list(_numbers(findings)),
-        "checkpoints": [_summary(path, found) for path, found in checkpoints.items()],
+        "checkpoints": [_summary(path, inspection) for path, inspection in checkpoints.items()],
         "history": list(_history(findings, frames, versions)),
     }
     lists["unseen"] = list(unseen_in(logs, root[1] if root else None, texts, lists))
@@ -102,15 +102,16 @@ def _summary(path: str, inspection: Inspection | None) -> Fact:
     """What `inspect` says of a checkpoint."""
     if inspection is None:
         return {"opened": False, **at(path, None)}
-    told = inspection.as_dict()
+    report = inspection.as_dict()
     problems = [
-        {name: each.get(name) for name in ("code", "message", "file", "tensor")} for each in told["problems"]
+        {name: each.get(name) for name in ("code", "message", "file", "tensor")}
+        for each in report["problems"]
     ]
-    shown = {name: told[name] for name in CHECKPOINT_KEYS.split()}
+    values = {name: report[name] for name in CHECKPOINT_KEYS.split()}
     return {
         "opened": True,
         "complete": inspection.whole,
-        **shown,
+        **values,
         "problems": problems[:MAX_FACTS],
         **at(path, None),
     }
@@ -128,38 +129,38 @@ def _history(findings: Sequence[Finding], frames: Sequence[Fact], versions: Sequ
         for each in versions
         if stated.count(str(each["package"])) == 1
     }
-    asked: dict[tuple[str, str], Fact] = {}
+    places: dict[tuple[str, str], Fact] = {}
     for each in findings:
         if (package := str(each.values.get("package"))) in PACKAGE_ROOTS and each.places:
             name = str(each.values.get("name")).removeprefix("model_type ")
-            asked[package, name] = at(each.places[0].target, each.places[0].line)
-    of_findings = len(asked)
+            places[package, name] = at(each.places[0].target, each.places[0].line)
+    of_findings = len(places)
     for frame in frames:
         for named in _names_in(str(frame["code"])):
-            asked.setdefault(named, {key: frame[key] for key in ("file", "line")})
-    found = (
+            places.setdefault(named, {key: frame[key] for key in ("file", "line")})
+    facts = (
         _changed(*named, used, is_asked=number < of_findings) | place
-        for number, (named, place) in enumerate(asked.items())
+        for number, (named, place) in enumerate(places.items())
     )
-    yield from islice((each for each in found if "package" in each), MAX_LOOKUPS)
+    yield from islice((each for each in facts if "package" in each), MAX_LOOKUPS)
 
 
 def _changed(package: str, name: str, used: Mapping[str, str], is_asked: bool) -> Fact:
     """What the history has of a name; {} without anything. Of names in code, only what surely was added or removed."""
     try:
-        found = changes(package, name, used.get(package))
+        change = changes(package, name, used.get(package))
     except ReshardError:  # neither the package nor the name has a history
         return {}
-    known = found.pop("known")["releases"]
-    around = [known[known.index(found["added"]) - 1]] if found["added"] else []
-    around += [each for each in (found["removed"], found["renamed"]) if each]
+    known = change.pop("known")["releases"]
+    around = [known[known.index(change["added"]) - 1]] if change["added"] else []
+    around += [each for each in (change["removed"], change["renamed"]) if each]
     own, module = table(package), name.rpartition(".")[0]
     is_seen = own is not None and not any(own.is_open(module, Version(each)) for each in around)
     if not is_asked and not (around and is_seen):
         return {}
     of_use = ("before", "after", "there", "parameters") if package not in used else ()
     return {
-        **{key: value for key, value in found.items() if key not in of_use},
+        **{key: value for key, value in change.items() if key not in of_use},
         "known": [known[0], known[-1]],
     }
 

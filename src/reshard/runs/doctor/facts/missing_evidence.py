@@ -81,7 +81,7 @@ def _of_failure(root: Traceback, logs: Sequence[Log]) -> Iterator[Fact]:
         yield _fact("the end of the traceback", "COMMAND 2>&1 | tee run.log")
     if root.exception == EXIT_STATUS and any(_KILLED.search(line.text) for log in logs for line in log.lines):
         yield _fact("who sent SIGKILL", "sudo dmesg -T | grep -iE 'oom|killed process'")
-    if re.search(r"CUDA out of memory|OutOfMemoryError", root.said):
+    if re.search(r"CUDA out of memory|OutOfMemoryError", root.error_text):
         yield _fact("what else is in the GPU's memory", "nvidia-smi")
 
 

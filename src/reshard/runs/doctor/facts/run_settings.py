@@ -99,10 +99,10 @@ _OPERATOR = re.compile(r"\d?[<>|&;]")
 
 def _flags(command: str) -> list[Fact]:
     """The flags of a command, with the words that follow, and its overrides (`name=value`)."""
-    words: list[str] = []
+    arguments: list[str] = []
     with suppress(ValueError):  # an open quote
-        words = list(takewhile(lambda word: not _OPERATOR.match(word), shlex.split(command)))
-    options = options_in(words, ends=_NO_VALUE.match)
+        arguments = list(takewhile(lambda word: not _OPERATOR.match(word), shlex.split(command)))
+    options = options_in(arguments, ends=_NO_VALUE.match)
     return [{"name": option.name, "value": option.value(None)} for option in options]
 
 

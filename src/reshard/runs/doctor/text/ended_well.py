@@ -65,9 +65,9 @@ _STEP = re.compile(
 
 def ended_well(lines: Sequence[LogLine]) -> LogLine | None:
     """The line in which a log says that its run ended well; None if no line does, or training went on after it."""
-    said = [line for line in lines if line.text.strip() and len(line.text) < DATA_LENGTH]
-    last = {line.number for line in said[-LAST_LINES:]}
-    for line in reversed(said):
+    printed = [line for line in lines if line.text.strip() and len(line.text) < DATA_LENGTH]
+    last = {line.number for line in printed[-LAST_LINES:]}
+    for line in reversed(printed):
         if _is_last_step(line.text) or (
             (_ENDED.search(line.text) or (line.number in last and _AT_END.search(line.text)))
             and not (_NOT.search(line.text) or is_contrast(line.text) or is_question(line.text))

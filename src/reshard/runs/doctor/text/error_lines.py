@@ -91,8 +91,8 @@ def logged_in(text: str) -> ErrorMessage | None:
         return None
     if reports_exit(text) or is_of_launcher(text):
         return None
-    said = text.rpartition("rror: ")[2].strip()  # of an exception that a program caught and logged
-    return (kind, said) if (kind := message_kind(said)) else ("", text.strip())
+    message = text.rpartition("rror: ")[2].strip()  # of an exception that a program caught and logged
+    return (kind, message) if (kind := message_kind(message)) else ("", text.strip())
 
 
 _CLOSING = {"`": "`", "“": "”", '"': '"', "「": "」", "'": "' "}

@@ -65,10 +65,10 @@ _PROGRAM = re.compile(r"\b(?:INFO|DEBUG|(?i:warn(?:ing)?))\b")
 
 def describes_hang(lines: Sequence[LogLine]) -> bool:
     """Whether the lines are a few words about a run that hangs, or a log between such words."""
-    told = [line for line in lines if line.text.strip()]
-    if len(told) <= MAX_PASTED_LINES:
-        return any(_HANGS.search(line.text) for line in told)
-    return any(_tells_of_hang(line.text) for line in (*told[:EDGE_LINES], *told[-EDGE_LINES:]))
+    sentences = [line for line in lines if line.text.strip()]
+    if len(sentences) <= MAX_PASTED_LINES:
+        return any(_HANGS.search(line.text) for line in sentences)
+    return any(_tells_of_hang(line.text) for line in (*sentences[:EDGE_LINES], *sentences[-EDGE_LINES:]))
 
 
 def _tells_of_hang(text: str) -> bool:
@@ -78,20 +78,23 @@ def _tells_of_hang(text: str) -> bool:
 
 def last_words(lines: Sequence[LogLine]) -> Traceback | None:
     """The end of a log, if it reports a failure in words that no other rule covers."""
-    told = [line for line in lines if line.text.strip()]
-    is_pasted = len(told) <= MAX_PASTED_LINES
+    sentences = [line for line in lines if line.text.strip()]
+    is_pasted = len(sentences) <= MAX_PASTED_LINES
     if not is_pasted:
-        told = [*(each for each in told[:EDGE_LINES] if _tells_of_hang(each.text)), *told[-LAST_LINES:]]
+        sentences = [
+            *(each for each in sentences[:EDGE_LINES] if _tells_of_hang(each.text)),
+            *sentences[-LAST_LINES:],
+        ]
     hangs = describes_hang(lines)
-    fails = [each for each in told if reports_failure(each.text) or (hangs and _HANGS.search(each.text))]
+    fails = [each for each in sentences if reports_failure(each.text) or (hangs and _HANGS.search(each.text))]
     fails = [each for each in fails if not is_question(each.text)] or (
-        _asked_about(told) if is_pasted else []
+        _lines_of_question(sentences) if is_pasted else []
     )
     line = next((each for each in fails if len(each.text) < DATA_LENGTH), None)
     if line is None:
         return None
-    said = "\n".join(each.text.strip() for each in told[told.index(line) :])
-    return Traceback(line.stream, line.number, line.number, line.number, "", said)
+    message = "\n".join(each.text.strip() for each in sentences[sentences.index(line) :])
+    return Traceback(line.stream, line.number, line.number, line.number, "", message)
 
 
 def reports_failure(text: str) -> bool:
@@ -99,12 +102,12 @@ def reports_failure(text: str) -> bool:
     return bool(_FAILS.search(text)) and not _CALM.search(text) and not HEADING.fullmatch(text)
 
 
-def _asked_about(told: Sequence[LogLine]) -> list[LogLine]:
+def _lines_of_question(sentences: Sequence[LogLine]) -> list[LogLine]:
     """The lines in which a person asks about a failure or, if the text is one line, quotes one."""
-    if any(map(went_on, told)):
+    if any(map(went_on, sentences)):
         return []
-    words = re.compile(f"{_ASKED.pattern}|{_DENIES.pattern}", re.VERBOSE) if len(told) == 1 else _ASKED
-    return [each for each in told if words.search(each.text) and not _CALM.search(each.text)]
+    pattern = re.compile(f"{_ASKED.pattern}|{_DENIES.pattern}", re.VERBOSE) if len(sentences) == 1 else _ASKED
+    return [each for each in sentences if pattern.search(each.text) and not _CALM.search(each.text)]
 
 
 _CONTRAST = re.compile(r"但|却|不过|可是|\b(?i:but|however|although|despite|yet)\b")

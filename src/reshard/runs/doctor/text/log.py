@@ -32,7 +32,7 @@ class Log:
     """A parsed log, and the facts in it that no recogniser has to look for.
 
     `tracebacks` are in the order of their first lines. The rank of a line or a traceback is its `rank`; which of them
-    failed first, `match.first_sign` says.
+    failed first, `first_failure.first_sign` says.
     """
 
     name: str

@@ -124,6 +124,6 @@ class _Thinner:
             room -= len(text)
             if room < 0:
                 break
-            told = self._prefixes.taken_off(cleaned(text)) if stream is None else (stream, text)
-            self._kept.setdefault(number, told)
+            row = self._prefixes.taken_off(cleaned(text)) if stream is None else (stream, text)
+            self._kept.setdefault(number, row)
         return ((number, *self._kept[number]) for number in sorted(self._kept))

@@ -58,12 +58,12 @@ _CONSEQUENCE = re.compile(
 
 def is_consequence(failure: Traceback) -> bool:
     """Whether a process died because another one did."""
-    return bool(_CONSEQUENCE.search(failure.said))
+    return bool(_CONSEQUENCE.search(failure.error_text))
 
 
 def is_launchers(failure: Traceback) -> bool:
     """Whether it only says that another process failed."""
-    return failure.exception == EXIT_STATUS or bool(_OF_LAUNCHER.search(failure.said))
+    return failure.exception == EXIT_STATUS or bool(_OF_LAUNCHER.search(failure.error_text))
 
 
 def loose_failure(lines: Sequence[LogLine]) -> Traceback | None:
@@ -75,17 +75,17 @@ def loose_failure(lines: Sequence[LogLine]) -> Traceback | None:
     """
     after = after_progress(lines)
     searches = (_in_one_line, _cut_off, _exit_status, _joined, _unnamed, last_words)
-    found = next((found for search in searches if (found := search(after))), None)
-    return found and _with_frames(_below_title(found, after), lines)
+    failure = next((failure for search in searches if (failure := search(after))), None)
+    return failure and _with_frames(_below_title(failure, after), lines)
 
 
 def _below_title(failure: Traceback, lines: Sequence[LogLine]) -> Traceback:
     """The same failure further below, if a text has it with its frames, and first repeats it as its title."""
     if failure.frames or not failure.exception or failure.first != lines[0].number:
         return failure
-    title = failure.said.split("\n")[0]
+    title = failure.error_text.split("\n")[0]
     again = _in_one_line([line for line in lines if line.number > failure.last])
-    return again if again and again.frames and again.said.split("\n")[0] == title else failure
+    return again if again and again.frames and again.error_text.split("\n")[0] == title else failure
 
 
 def _in_one_line(lines: Sequence[LogLine]) -> Traceback | None:
@@ -93,14 +93,14 @@ def _in_one_line(lines: Sequence[LogLine]) -> Traceback | None:
     ended = next((at for at, line in enumerate(lines) if "ChildFailedError" in line.text), len(lines))
     for search in (exception_in, embedded_in, assertion_in, logged_in, quoted_in):
         for at, line in enumerate(lines[:ended] if search is logged_in else lines):
-            if not _CONSEQUENCE.search(line.text) and (found := search(line.text)):
-                return _failure(lines, at, found)
+            if not _CONSEQUENCE.search(line.text) and (failure := search(line.text)):
+                return _failure(lines, at, failure)
     return None
 
 
-def _failure(lines: Sequence[LogLine], at: int, told: ErrorMessage) -> Traceback:
+def _failure(lines: Sequence[LogLine], at: int, error: ErrorMessage) -> Traceback:
     """A failure in one line, with the frames before it in its stream and the rest of the message."""
-    name, message = told
+    name, message = error
     before = [line for line in lines[:at] if line.stream == lines[at].stream]
     rest = [line for line in lines[at:] if line.stream == lines[at].stream]
     first = _first_of_traceback(before)
@@ -111,9 +111,9 @@ def _failure(lines: Sequence[LogLine], at: int, told: ErrorMessage) -> Traceback
         message = asserted(before[-3:])
     start = before[first].number if frames else lines[at].number
     last = rest[end - 1].number
-    found = Traceback(lines[at].stream, start, lines[at].number, last, name, message, frames)
-    found.source = source_of(before[first:])
-    return unwrapped(at_the_asker(found, before[first:]))
+    failure = Traceback(lines[at].stream, start, lines[at].number, last, name, message, frames)
+    failure.source = source_of(before[first:])
+    return unwrapped(at_the_asker(failure, before[first:]))
 
 
 _NUMBERED = re.compile(r"-{1,}> ?\d+ |\d+ |\[?(?:File )?/?[\w./<>-]+\]?(?:\.py|>|:\d+)\S{0,40},? in ")
@@ -134,14 +134,14 @@ def _first_of_traceback(before: Sequence[LogLine]) -> int:
 
 def _cut_off(lines: Sequence[LogLine]) -> Traceback | None:
     """A traceback cut off by the end of the log. A launcher's does not count: it only reports a worker's death."""
-    told = [line for line in lines if line.text.strip()]
-    if not told or any(is_of_launcher(line.text) for line in told):
+    printed = [line for line in lines if line.text.strip()]
+    if not printed or any(is_of_launcher(line.text) for line in printed):
         return None
-    same = [line for line in told if line.stream == told[-1].stream]
-    found = [(at, frame) for at, line in enumerate(same) if (frame := frame_of(line.text))]
-    if not found:
+    same = [line for line in printed if line.stream == printed[-1].stream]
+    framed = [(at, frame) for at, line in enumerate(same) if (frame := frame_of(line.text))]
+    if not framed:
         return None
-    (at, innermost), frames = found[-1], [frame for _, frame in found]
+    (at, innermost), frames = framed[-1], [frame for _, frame in framed]
     first, last, stream = same[0].number, same[-1].number, same[0].stream
     below = same[at + 1 :]
     rest = [line for line in below if not _is_source(line.text)]
@@ -153,7 +153,7 @@ def _cut_off(lines: Sequence[LogLine]) -> Traceback | None:
         return Traceback(stream, first, last, last, "AssertionError", assertion, frames)
     if len(below) > 2:
         return None
-    return _titled(told[0], frames) or Traceback(
+    return _titled(printed[0], frames) or Traceback(
         stream, first, last, last, CUT_OFF_TRACEBACK, innermost, frames
     )
 
@@ -162,8 +162,8 @@ def _titled(line: LogLine, frames: Sequence[str]) -> Traceback | None:
     """The failure that the first line of a text states, above a traceback that was pasted without its end."""
     if frame_of(line.text) or QUIET_LINE.search(line.text) or len(line.text) > MAX_TITLE:
         return None
-    told = message_in(line.text) or (("", line.text.strip()) if reports_failure(line.text) else None)
-    return _at(line, *told, frames) if told else None
+    error = message_in(line.text) or (("", line.text.strip()) if reports_failure(line.text) else None)
+    return _at(line, *error, frames) if error else None
 
 
 def _is_source(text: str) -> bool:
@@ -189,9 +189,9 @@ def _joined(lines: Sequence[LogLine]) -> Traceback | None:
 def _unnamed(lines: Sequence[LogLine]) -> Traceback | None:
     """A message of Python without the name of its exception, as people write it in a title."""
     for line in lines if len(lines) <= MAX_QUOTED_LINES else ():
-        found = None if QUIET_LINE.search(line.text) else message_in(line.text)
-        if found:
-            return _at(line, *found)
+        error = None if QUIET_LINE.search(line.text) else message_in(line.text)
+        if error:
+            return _at(line, *error)
     return None
 
 
@@ -206,7 +206,7 @@ def _with_frames(failure: Traceback, lines: Sequence[LogLine]) -> Traceback:
     start = next((at for at, line in enumerate(below) if TRACEBACK_START in line.text), None)
     if failure.frames or not failure.exception or failure.exception == CUT_OFF_TRACEBACK or start is None:
         return failure
-    shown = below[start:]
-    failure.frames = [frame for line in shown if (frame := frame_of(line.text))]
-    failure.source = source_of(list(shown))
+    rest = below[start:]
+    failure.frames = [frame for line in rest if (frame := frame_of(line.text))]
+    failure.source = source_of(list(rest))
     return failure

@@ -51,7 +51,7 @@ class Traceback:
     """The line of code of the innermost frame, if the log shows it."""
 
     @property
-    def said(self) -> str:
+    def error_text(self) -> str:
         """The exception and its message, as the interpreter prints them."""
         return f"{self.exception}: {self.message}" if self.exception else self.message
 
@@ -108,23 +108,23 @@ def tracebacks(lines: list[LogLine]) -> Iterator[Traceback]:
         if not _STARTS.search(lines[at].text):
             at += 1
             continue
-        found, at = _traceback(lines, at)
-        if found is None:
+        traceback, at = _traceback(lines, at)
+        if traceback is None:
             continue
-        if _CAUGHT.match(found.message) and _STARTS.search(lines[min(at, len(lines) - 1)].text):
+        if _CAUGHT.match(traceback.message) and _STARTS.search(lines[min(at, len(lines) - 1)].text):
             original, end = _traceback(lines, at)
-            found, at = (original, end) if original else (found, at)
-        found.before = before
-        if found.exception.endswith("CheckpointException"):
-            at = _taken_in(found, lines, at)
+            traceback, at = (original, end) if original else (traceback, at)
+        traceback.before = before
+        if traceback.exception.endswith("CheckpointException"):
+            at = _taken_in(traceback, lines, at)
         linked = next(
             (i for i in range(at, min(at + 3, len(lines))) if lines[i].text.strip() in _LINKS), None
         )
         if linked is None:
-            yield found
+            yield traceback
             before = None
         else:
-            before, at = found, linked + 1
+            before, at = traceback, linked + 1
 
 
 def _traceback(lines: list[LogLine], start: int) -> tuple[Traceback | None, int]:
@@ -143,9 +143,9 @@ def _traceback(lines: list[LogLine], start: int) -> tuple[Traceback | None, int]
             if not message and raised[1] == "AssertionError":
                 message = asserted(lines[start + 1 : at])
             first, last, ended = lines[start].number, lines[at].number, lines[end - 1].number
-            found = Traceback(lines[start].stream, first, last, ended, raised[1], message, frames)
-            found.source = source_of(lines[start + 1 : at])
-            return unwrapped(at_the_asker(found, lines[start + 1 : at])), end
+            traceback = Traceback(lines[start].stream, first, last, ended, raised[1], message, frames)
+            traceback.source = source_of(lines[start + 1 : at])
+            return unwrapped(at_the_asker(traceback, lines[start + 1 : at])), end
     return None, len(lines)
 
 
@@ -200,15 +200,15 @@ _MARKED = re.compile(r"\s{0,40}[│|]?\s{0,40}(?:-{1,40}>|❱)\s{0,8}\d{1,8}\s[\
 """The marker before the line that a notebook or rich shows as the one that failed."""
 
 
-def _taken_in(found: Traceback, lines: list[LogLine], at: int) -> int:
+def _taken_in(traceback: Traceback, lines: list[LogLine], at: int) -> int:
     """Merge the tracebacks of ranks into the exception of torch's DCP that lists them. Returns where they end."""
     inside: list[Traceback] = []
     while at < len(lines) and "(RANK " in lines[at].text and _STARTS.search(lines[at].text):
         one, at = _traceback(lines, at)
         inside += [one] if one else []
     if inside:
-        found.before, found.message = inside[0], inside[0].said
-        found.last, found.end = inside[0].last, inside[-1].end
+        traceback.before, traceback.message = inside[0], inside[0].error_text
+        traceback.last, traceback.end = inside[0].last, inside[-1].end
     return at
 
 

@@ -120,15 +120,15 @@ CHECKPOINT_FOLDERS = (
 
 def occupied(output: Path) -> Iterator[Problem]:
     """A warning if there are checkpoints in the output from which the run does not continue."""
-    found = sorted(path.name for pattern in CHECKPOINT_FOLDERS for path in output.glob(pattern))
-    if found:
+    names = sorted(path.name for pattern in CHECKPOINT_FOLDERS for path in output.glob(pattern))
+    if names:
         yield Problem(
             "output-has-checkpoints",
             "the output contains checkpoints of another run",
             file=str(output),
             rule="both runs then share one folder: new checkpoints replace old ones of the same step, and a limit on "
             "their number counts and deletes both",
-            found=listed(found, 3),
+            found=listed(names, 3),
             remedy="resume from them, or choose another folder",
             severity="warning",
         )

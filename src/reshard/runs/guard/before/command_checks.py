@@ -51,13 +51,13 @@ class Checked:
 def check_command(command: TrainingCommand) -> Checked:
     """All problems of a command that can be seen before it starts. Nothing of it is executed or imported."""
     pool = ThreadPoolExecutor(1)
-    asked = pool.submit(python_answer, command)  # meanwhile, other checks go on
+    pending = pool.submit(python_answer, command)  # meanwhile, other checks go on
     pool.shutdown(wait=False)
     checked = Checked()
     text = "\n".join(_texts(command))
     checked.problems += resources.disk(command, resources.weights_of(command), text)
     checked.problems += _of_output(command, text)
-    answer = asked.result()
+    answer = pending.result()
     environment = checked.environment = answer.environment
     checked.problems += _missing(command, answer.missing)
     checked.problems += resources.port(command, environment)

@@ -47,14 +47,14 @@ class PythonAnswer:
 
 def python_answer(command: TrainingCommand) -> PythonAnswer:
     """Ask it, which takes at most `TIMEOUT_SECONDS` seconds."""
-    seen = _asked(command)
+    seen = _raw_answer(command)
     if isinstance(seen, str):
         return PythonAnswer(silence=seen)
     missing = tuple(name for name, there in seen["modules"].items() if not there)
     return PythonAnswer(environment_of(seen, *find_gpus()), seen["versions"], missing)
 
 
-def _asked(command: TrainingCommand) -> dict[str, Any] | str:
+def _raw_answer(command: TrainingCommand) -> dict[str, Any] | str:
     """The answer, or why there is none."""
     if command.interpreter is None:
         return "the command does not show which Python it starts"
@@ -77,11 +77,11 @@ def _asked(command: TrainingCommand) -> dict[str, Any] | str:
 
 def _is_outdated(command: TrainingCommand) -> bool:
     """Whether the packages that are installed now are not those of the run."""
-    words = sync_check(command.interpreter or ())
-    if not words or "--no-sync" in command.words:
+    command_line = sync_check(command.interpreter or ())
+    if not command_line or "--no-sync" in command.words:
         return False
     checked = subprocess.run(
-        words,
+        command_line,
         check=False,
         env=command.environment,
         cwd=command.folder,

@@ -39,8 +39,8 @@ def files_of(path: Path) -> list[Path]:
     if not path.exists():
         raise ReshardError(not_found(path))
     inside = [path] if path.is_file() else _inside(path)
-    found = [file for file in inside if file.name.lower().endswith(DATA_SUFFIXES)]
-    if not found:
+    files = [file for file in inside if file.name.lower().endswith(DATA_SUFFIXES)]
+    if not files:
         names = [file.name for file in inside]
         raise ReshardError(
             "data-files-missing",
@@ -50,7 +50,7 @@ def files_of(path: Path) -> list[Path]:
             found=", ".join(names[:8]) + " …" * (len(names) > 8) if names else "an empty folder",
             remedy=_AS_LINES,
         )
-    return found
+    return files
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -158,8 +158,8 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
             for number, line in chain([(begin, first)] if first else [], lines):
                 yield f"{file}:{number}", _parse(line)
     except (OSError, EOFError, zlib.error) as error:
-        message, found = "the file cannot be read", str(error)
-        yield str(file), Problem("data-file-unreadable", message, found=found, remedy=_AGAIN)
+        message, cause = "the file cannot be read", str(error)
+        yield str(file), Problem("data-file-unreadable", message, found=cause, remedy=_AGAIN)
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -223,5 +223,5 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
             yield f"{file}: row {number}", row
     except (arrow.ArrowException, ArithmeticError, ValueError, OSError) as error:
-        found = str(error).split("\n")[0]
-        yield str(file), Problem("data-not-parquet", "not a Parquet file", found=found, remedy=_AGAIN)
+        cause = str(error).split("\n")[0]
+        yield str(file), Problem("data-not-parquet", "not a Parquet file", found=cause, remedy=_AGAIN)

@@ -20,7 +20,7 @@ def faults(row: Mapping[str, Any]) -> Iterator[Problem]:
             "tokens-not-ids",
             f'"{IDS}" are not token ids',
             expected="lists of integers from 0",
-            found=", ".join(f"{name}: {_shown(row[name])}" for name in row),
+            found=", ".join(f"{name}: {_clipped_value(row[name])}" for name in row),
             remedy="tokenize with the tokenizer of this model",
         )
     elif len(lengths := {name: len(row[name]) for name in row}) and len(set(lengths.values())) > 1:
@@ -46,5 +46,5 @@ def _are_ids(ids: list[Any]) -> bool:
     return all(type(each) is int and each >= 0 for each in ids)
 
 
-def _shown(value: Any) -> str:
+def _clipped_value(value: Any) -> str:
     return f"{str(value[:8])[:-1]}, …]" if isinstance(value, list) and len(value) > 8 else str(value)[:60]

@@ -114,12 +114,12 @@ def _of_alpaca(row: DataRow) -> Iterator[Problem]:
         yield _another_kind("history", "a list of [question, answer]", turns)
 
 
-def _another_kind(column: str, expected: str, found: Any) -> Problem:
+def _another_kind(column: str, expected: str, value: Any) -> Problem:
     return Problem(
         "column-of-another-kind",
         f'"{column}" has the wrong type',
         expected=expected,
-        found=show(found),
+        found=show(value),
     )
 
 

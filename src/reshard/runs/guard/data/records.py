@@ -106,25 +106,25 @@ def is_rewritten(row: Mapping[str, Any], clean: DataRow) -> bool:
 
 
 def _of_texts(row: DataRow, shape: str) -> DataRow:
-    beside = {key: row[key] for key in TEMPLATE_COLUMNS if row.get(key) is not None}
+    template_values = {key: row[key] for key in TEMPLATE_COLUMNS if row.get(key) is not None}
     if shape in CHAT_SHAPES:
-        return {"messages": _chat(row, shape), **beside}
+        return {"messages": _chat(row, shape), **template_values}
     kept = _pair(row) if shape == "preference pairs" else {key: row[key] for key in RECORD_SHAPES[shape]}
     kept = {key: _as_messages(value) for key, value in kept.items()}
     if shape == "preference pairs" and _repeats_prompt(kept):
         del kept["prompt"]  # TRL would put it in front once more
-    return kept | beside
+    return kept | template_values
 
 
 def _chat(row: DataRow, shape: str) -> Any:
     if shape != "Alpaca":
         return chat_of(row)
-    turns = [*(row.get("history") or []), (_asked(row), row["output"])]
+    turns = [*(row.get("history") or []), (_instruction(row), row["output"])]
     roles = ("user", "assistant")
     return [_message(*each) for turn in turns for each in zip(roles, turn, strict=False)]
 
 
-def _asked(row: DataRow) -> str:
+def _instruction(row: DataRow) -> str:
     """Alpaca's instruction, followed by its input."""
     return "\n".join(part for part in (row["instruction"], row.get("input")) if part)
 
@@ -141,7 +141,7 @@ def _pair(row: DataRow) -> DataRow:
     if row.get("conversations") is not None:
         prompt = row["conversations"]
     elif row.get("instruction") is not None:
-        prompt = [_message("user", _asked(row))]
+        prompt = [_message("user", _instruction(row))]
     else:
         return answers
     return {key: _answer(value) for key, value in answers.items()} | {"prompt": prompt}

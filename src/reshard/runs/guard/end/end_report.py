@@ -122,14 +122,14 @@ class EndReport:
 
     def as_dict(self, language: str = "en") -> dict[str, Any]:
         """For `--json`."""
-        found = self.saved.last if self.saved else None
+        checkpoint = self.saved.last if self.saved else None
         return {
             **self.outcome.as_dict(),
             "status": self.status,
             "log": str(self.log) if self.log else None,
             "failure": self.failure.as_dict(language) if self.failure else None,
-            "checkpoint": str(found.path) if found else None,
-            "step": found.step if found else None,
+            "checkpoint": str(checkpoint.path) if checkpoint else None,
+            "step": checkpoint.step if checkpoint else None,
             "resumable": str(self.saved.resumable.path) if self.saved and self.saved.resumable else None,
             "incomplete": self._incomplete(),
             "resume": list(self.resume.words) if self.resume and self.resume.words else None,
@@ -155,8 +155,8 @@ class EndReport:
         if self.saved is None:
             return {}
         steps = [each for each in self.saved.found if each.diverged and each.step is not None]
-        found = {str(each.path): [f"lacks {name}" for name in each.lacks] for each in steps}
-        return {**{str(path): lost for path, lost in self.saved.incomplete.items()}, **found}
+        reasons = {str(each.path): [f"lacks {name}" for name in each.lacks] for each in steps}
+        return {**{str(path): lost for path, lost in self.saved.incomplete.items()}, **reasons}
 
     def print(self, console: Console, language: str = "en") -> None:
         """Print it; the cause and its cure come last."""
@@ -170,54 +170,54 @@ class EndReport:
         _print(lines, console)
         print_why(self.failure, console, language)
 
-    def _lines(self, words: dict[str, str]) -> Iterable[str]:
+    def _lines(self, texts: dict[str, str]) -> Iterable[str]:
         from reshard.base.foreign_text import printable_line
 
         if self.elsewhere:
-            said = [self.elsewhere.get(name, "") for name in ("who", "node", "did", "shown")]
+            parts = [self.elsewhere.get(name, "") for name in ("who", "node", "did", "shown")]
             yield ""
-            yield printable_line(words["elsewhere"].format(*said))
-            yield words["there"]
+            yield printable_line(texts["elsewhere"].format(*parts))
+            yield texts["there"]
         if self.outcome.signal and not self.failure:
-            yield words["interrupted"].format(signal_name(self.outcome.signal))
+            yield texts["interrupted"].format(signal_name(self.outcome.signal))
         if self.outcome.status and self.outcome.left:
-            yield words["left"].format(" ".join(map(str, self.outcome.left)))
+            yield texts["left"].format(" ".join(map(str, self.outcome.left)))
         if self.outcome.status and self.log:
-            yield words["log"].format(printable_line(str(self.log)))
+            yield texts["log"].format(printable_line(str(self.log)))
         if self.saved is not None:
-            yield from map(printable_line, self._of_checkpoints(words))
+            yield from map(printable_line, self._of_checkpoints(texts))
         if self.final:
-            yield from map(printable_line, self._of_final(words))
+            yield from map(printable_line, self._of_final(texts))
         elif self.place:
-            yield printable_line(words["unchanged" if self.place.exists() else "not made"].format(self.place))
+            yield printable_line(texts["unchanged" if self.place.exists() else "not made"].format(self.place))
         yield from str(self.requeued).splitlines()
 
-    def _of_checkpoints(self, words: dict[str, str]) -> Iterable[str]:
+    def _of_checkpoints(self, texts: dict[str, str]) -> Iterable[str]:
         import shlex
 
         for path, lost in list(self._incomplete().items())[:MAX_SHOWN]:
-            yield words["incomplete"].format(path, "; ".join(lost[:MAX_SHOWN]))
-        found = self.saved.last if self.saved else None
-        if found is None:
-            yield words["none"].format(self.where)
+            yield texts["incomplete"].format(path, "; ".join(lost[:MAX_SHOWN]))
+        checkpoint = self.saved.last if self.saved else None
+        if checkpoint is None:
+            yield texts["none"].format(self.where)
             return
-        yield words["last" if found.when >= self.outcome.began else "older"].format(found.path)
-        if found.lacks:
-            yield words["not resumable"].format(", ".join(found.lacks))
+        yield texts["last" if checkpoint.when >= self.outcome.began else "older"].format(checkpoint.path)
+        if checkpoint.lacks:
+            yield texts["not resumable"].format(", ".join(checkpoint.lacks))
             if self.saved and self.saved.resumable:
-                yield words["resumable"].format(self.saved.resumable.path)
+                yield texts["resumable"].format(self.saved.resumable.path)
         if self.resume:
-            told = shlex.join(self.resume.words) if self.resume.words else self.resume.advice
-            yield words["resume" if self.resume.words else "advice"].format(told)
+            advice = shlex.join(self.resume.words) if self.resume.words else self.resume.advice
+            yield texts["resume" if self.resume.words else "advice"].format(advice)
 
-    def _of_final(self, words: dict[str, str]) -> Iterable[str]:
+    def _of_final(self, texts: dict[str, str]) -> Iterable[str]:
         assert self.final
         for check in self.final.checks:
             yield f"{check.mark} {check.name}: {check.found}"
             for _, alike in groupby(check.problems, lambda problem: problem.code):
                 yield from _together(list(alike))
         if self.final.path.is_dir():
-            yield words["final" if self.final.whole else "unchecked"].format(self.final.path)
+            yield texts["final" if self.final.whole else "unchecked"].format(self.final.path)
 
 
 def _print(lines: Iterable[str], console: Console) -> None:
@@ -322,8 +322,8 @@ def _stopped_by(log: Path) -> int:
     from reshard.runs.guard.end.log_parts import read_parts
 
     with suppress(OSError):  # the command may have cleaned the working folder
-        said = re.findall(STOPPED.format(r"\b(SIG[A-Z0-9]+)", r"\d+"), read_parts(log))
-        return signal.Signals[said[-1]].value if said else 0
+        signals = re.findall(STOPPED.format(r"\b(SIG[A-Z0-9]+)", r"\d+"), read_parts(log))
+        return signal.Signals[signals[-1]].value if signals else 0
     return 0
 
 
@@ -336,5 +336,5 @@ def continuing(ran: EndedCommand, options: GuardOptions) -> tuple[str, ...] | No
     from reshard.final.saved_checkpoints import saved_in
     from reshard.runs.guard.end.resume import resume_of
 
-    found = saved_in(ran.output).resumable
-    return resume_of(ran.started, found).words if found else None
+    checkpoint = saved_in(ran.output).resumable
+    return resume_of(ran.started, checkpoint).words if checkpoint else None

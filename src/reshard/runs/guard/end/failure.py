@@ -84,18 +84,18 @@ class Failure:
 
     def as_dict(self, language: str = "en") -> dict[str, Any]:
         """For JSON."""
-        told = [_row(each, language) for each in self.findings]
-        return {"who": f"{self.who} {self.did}", "shown": list(self.shown), "problems": told}
+        rows = [_row(each, language) for each in self.findings]
+        return {"who": f"{self.who} {self.did}", "shown": list(self.shown), "problems": rows}
 
 
 def _row(finding: Finding, language: str) -> dict[str, Any]:
-    told = finding.in_language(language)
+    row = finding.in_language(language)
     return {
         "code": finding.code,
         "certainty": finding.certainty,
-        "title": told["title"],
-        "cause": told["cause"] if finding.code != UNKNOWN_FAILURE else "",  # if unknown, it is the traceback
-        "cure": told["cure"],
+        "title": row["title"],
+        "cause": row["cause"] if finding.code != UNKNOWN_FAILURE else "",  # if unknown, it is the traceback
+        "cure": row["cure"],
         "places": [f"{place}  {place.text}" for place in finding.places if place.target.endswith(".py")],
     }
 
@@ -121,11 +121,11 @@ def _folders(seen: RunEvidence, log: Path) -> Iterator[Path]:
 
 def _of_full_disk(failure: Failure, folder: Path) -> Failure:
     """A failure on a full disk: ranks and torchrun cannot record why they fail, and stumble over empty files."""
-    words = f"OSError: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))}"
-    told = diagnose_text("the disk", words, RunTools({"reshard"}))[:1]
-    findings = tuple(replace(each, certainty="likely") for each in told)  # the disk was looked at
-    shown = failure.shown if failure.who != SOME_RANK else ()
-    return Failure(failure.who, (*shown, words), findings)
+    message = f"OSError: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))}"
+    diagnosed = diagnose_text("the disk", message, RunTools({"reshard"}))[:1]
+    findings = tuple(replace(each, certainty="likely") for each in diagnosed)  # the disk was looked at
+    lines = failure.shown if failure.who != SOME_RANK else ()
+    return Failure(failure.who, (*lines, message), findings)
 
 
 def failure_in(name: str, content: str, seen: RunEvidence = RunEvidence()) -> Failure:
@@ -144,8 +144,8 @@ def failure_in(name: str, content: str, seen: RunEvidence = RunEvidence()) -> Fa
         return Failure(f"rank {rank}", tuple(_last_words(log, rank, code)), findings, follows=code is None)
     findings = weighed[:1]
     if root is None or root.exception == EXIT_STATUS:
-        shown = [*_last(log.lines)[:-1], f"killed by {signal_name(number)}"] if number else _last(log.lines)
-        return _of_rank("", None, shown, findings, seen, follows=root is None and not number)
+        lines = [*_last(log.lines)[:-1], f"killed by {signal_name(number)}"] if number else _last(log.lines)
+        return _of_rank("", None, lines, findings, seen, follows=root is None and not number)
     return _of_rank(
         _who(root, content), root, _short(root.root), findings, seen, follows=is_consequence(root)
     )
@@ -154,7 +154,7 @@ def failure_in(name: str, content: str, seen: RunEvidence = RunEvidence()) -> Fa
 def _of_rank(
     who: str,
     root: Traceback | None,
-    shown: Iterable[str],
+    lines: Iterable[str],
     findings: tuple[Finding, ...],
     seen: RunEvidence,
     *,
@@ -162,11 +162,11 @@ def _of_rank(
 ) -> Failure:
     """The failure of a rank, if its number is known, or else of some rank; of the only process, or of the launcher."""
     if not who and seen.ranks == 1:
-        return Failure("the command", tuple(shown), findings, "failed")
+        return Failure("the command", tuple(lines), findings, "failed")
     if not who and root and root.frames and all(map(_OF_LAUNCHER.search, root.frames)):
-        return Failure("the launcher", tuple(shown), findings, "failed")
+        return Failure("the launcher", tuple(lines), findings, "failed")
     did = LOST_ANOTHER if any(each.code == PEER_CODE for each in findings) else Failure.did
-    return Failure(who or SOME_RANK, tuple(shown), findings, did, follows)
+    return Failure(who or SOME_RANK, tuple(lines), findings, did, follows)
 
 
 SIGNAL_LINE = "Signal {} ({}) received by PID of the command"
@@ -201,10 +201,10 @@ def _of_silent(
     own = tuple(each for each in findings if not each.code.startswith(AFTERMATH_CODES))
     if own or code is None or code >= 0:
         return own[:1] or (rules.of_problem(_ended_silently(rank, code), Path()),)
-    words = SIGNAL_LINE.format(-code, signal_name(-code).split(":")[0])
+    message = SIGNAL_LINE.format(-code, signal_name(-code).split(":")[0])
     if seen.oom_kills:
-        words = OOM_LINE.format(seen.oom_kills)
-    return tuple(diagnose_text("the launcher", words, RunTools(set(seen.tools)))[:1])
+        message = OOM_LINE.format(seen.oom_kills)
+    return tuple(diagnose_text("the launcher", message, RunTools(set(seen.tools)))[:1])
 
 
 def _ended_silently(rank: str, code: int | None) -> Problem:
@@ -222,7 +222,7 @@ def _ended_silently(rank: str, code: int | None) -> Problem:
 
 def _is_false_nan(finding: Finding, log: Log, root: Traceback | None) -> bool:
     """Whether a finding blames NaN, and neither the exception nor the progress of the run says so."""
-    if finding.code != NAN_CODE or (root and re.search(r"\bnan\b", root.said, re.IGNORECASE)):
+    if finding.code != NAN_CODE or (root and re.search(r"\bnan\b", root.error_text, re.IGNORECASE)):
         return False
     progress = TrainerProgress()
     lines = (OutputLine(0.0, line.text) for line in log.lines if "loss" in line.text.lower())
@@ -313,11 +313,11 @@ def signal_in(status: int) -> int:
 
 def _explained(findings: list[Finding], seen: RunEvidence) -> list[Finding]:
     """The findings in the log, combined with related ones about this machine and the scripts."""
-    shown = {finding.code for finding in findings}
+    codes = {finding.code for finding in findings}
     scripts = [script for script in seen.scripts if script.is_file()]
-    of_script = [found for script in scripts for found in check_script(read_source(str(script)))]
+    of_script = [each for script in scripts for each in check_script(read_source(str(script)))]
     both = spelled(combined([*findings, *check_machine(), *of_script]), RunTools(set(seen.tools)))
-    return [finding for finding in both if finding.code in shown or shown & set(finding.also)]
+    return [finding for finding in both if finding.code in codes or codes & set(finding.also)]
 
 
 _LAUNCHER = re.compile(
@@ -359,8 +359,8 @@ def print_why(failure: Failure, console: Console, language: str = "en") -> None:
     for finding in failure.findings:
         title = escape(finding.message.of(language))
         console.print(f"[bold red]{error}[/][bold]{title}[/] {aside(finding).of(language)}")
-        for shown in (shown for shown in finding.places if shown.target.endswith(".py")):
-            console.print(f"  {escape(str(shown))}  {escape(shown.text)}")
+        for place in (place for place in finding.places if place.target.endswith(".py")):
+            console.print(f"  {escape(str(place))}  {escape(place.text)}")
         if finding.code != UNKNOWN_FAILURE:  # the cause of an unknown failure is the traceback above
             console.print(f"[bold]{why}[/] {escape_lines(finding.rule.of(language))}")
         console.print(f"[bold]{cure}[/] {escape_lines(finding.remedy.of(language))}")

@@ -49,18 +49,18 @@ def requeue(most: int, environment: Mapping[str, str] = os.environ) -> str | Pro
         return ""
     if count >= most:
         return f"job {job} is not requeued again: it was {count} times (--requeue {most})"
-    words = ["scontrol", "requeue", job]
+    command = ["scontrol", "requeue", job]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
-        said = done.stderr.strip() if done.returncode else None
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
+        reason = done.stderr.strip() if done.returncode else None
     except (OSError, subprocess.TimeoutExpired) as error:
-        said = str(error)
-    if said is None:
+        reason = str(error)
+    if reason is None:
         return f"job {job} is requeued ({count + 1} of {most}), and continues from the last checkpoint"
     return Problem(
         "slurm-requeue-failed",
         "Slurm did not requeue the job",
-        found=said,
+        found=reason,
         rule="a job can be requeued if it was submitted with --requeue (man sbatch)",
-        remedy=f"submit the script with #SBATCH --requeue, or requeue it yourself: {' '.join(words)}",
+        remedy=f"submit the script with #SBATCH --requeue, or requeue it yourself: {' '.join(command)}",
     )

@@ -41,59 +41,61 @@ class _Change:
     dropped: tuple[str, ...] = ()
 
 
-def resume_of(started: StartedProgram, found: FoundCheckpoint) -> Resume:
+def resume_of(started: StartedProgram, checkpoint: FoundCheckpoint) -> Resume:
     """How to continue a command from a checkpoint."""
     for module, change in _TOOLS.items():
         if re.match(module, started.module):
-            return _changed(started, change(started, found))
+            return _changed(started, change(started, checkpoint))
     if started.module.startswith("trl.scripts") and started.script is None:
-        return _trl(started, found)
+        return _trl(started, checkpoint)
     if started.script is None:
-        return Resume(advice=f"start it again from {found.path}, by the option that its program has for that")
+        return Resume(
+            advice=f"start it again from {checkpoint.path}, by the option that its program has for that"
+        )
     try:
         source = read_source(str(started.script))
     except ReshardError:
-        return Resume(advice=f"start {started.script} again from {found.path}")
-    return _of_script(started, found, source)
+        return Resume(advice=f"start {started.script} again from {checkpoint.path}")
+    return _of_script(started, checkpoint, source)
 
 
 # --------------------------------------------------------------------------------------------------------- tools
 
 
-def _option(found: FoundCheckpoint) -> str:
-    return f"--{RESUME_OPTION}={found.path}"
+def _option(checkpoint: FoundCheckpoint) -> str:
+    return f"--{RESUME_OPTION}={checkpoint.path}"
 
 
-def _swift(started: StartedProgram, found: FoundCheckpoint) -> _Change:
+def _swift(started: StartedProgram, checkpoint: FoundCheckpoint) -> _Change:
     """A run has a folder of its own, such as v0-20250101-120000: without these options it would get another one."""
-    folder = found.path.parent
+    folder = checkpoint.path.parent
     stay = (f"--output_dir={folder}", "--add_version=false") if RUN_FOLDER.fullmatch(folder.name) else ()
-    return _Change((_option(found), *stay), ("resume_only_model",))
+    return _Change((_option(checkpoint), *stay), ("resume_only_model",))
 
 
-def _swift_megatron(started: StartedProgram, found: FoundCheckpoint) -> _Change:
+def _swift_megatron(started: StartedProgram, checkpoint: FoundCheckpoint) -> _Change:
     lora = any(
         option.name in ("tuner_type", "train_type") and option.values[:1] == ("lora",)
         for option in options_in(started.words)
     )
     name = "mcore_adapter" if lora else "mcore_model"
-    return _Change((f"--{name}={found.path}", "--finetune=false"), ("no_load_optim", "no_load_rng"))
+    return _Change((f"--{name}={checkpoint.path}", "--finetune=false"), ("no_load_optim", "no_load_rng"))
 
 
-def _llamafactory(started: StartedProgram, found: FoundCheckpoint) -> _Change:
+def _llamafactory(started: StartedProgram, checkpoint: FoundCheckpoint) -> _Change:
     """After a config, it reads `key=value` by OmegaConf; without one, options by argparse."""
     config = any(word.endswith(SETTINGS_SUFFIXES) for word in started.words)
     return _Change(
-        (f"{RESUME_OPTION}={found.path}" if config else _option(found),), ("overwrite_output_dir",)
+        (f"{RESUME_OPTION}={checkpoint.path}" if config else _option(checkpoint),), ("overwrite_output_dir",)
     )
 
 
-def _verl(started: StartedProgram, found: FoundCheckpoint) -> _Change:
-    return _Change(("trainer.resume_mode=resume_path", f"trainer.resume_from_path={found.path}"))
+def _verl(started: StartedProgram, checkpoint: FoundCheckpoint) -> _Change:
+    return _Change(("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint.path}"))
 
 
-def _torchtitan(started: StartedProgram, found: FoundCheckpoint) -> _Change:
-    return _Change((f"--checkpoint.load_step={found.step}",))
+def _torchtitan(started: StartedProgram, checkpoint: FoundCheckpoint) -> _Change:
+    return _Change((f"--checkpoint.load_step={checkpoint.step}",))
 
 
 _TOOLS: dict[str, Callable[[StartedProgram, FoundCheckpoint], _Change]] = {
@@ -109,46 +111,46 @@ FIRST_RESUMING_TRL = Version("1.15")
 """The first release whose scripts continue; older ones accept the option and start again (trl.scripts)."""
 
 
-def _trl(started: StartedProgram, found: FoundCheckpoint) -> Resume:
+def _trl(started: StartedProgram, checkpoint: FoundCheckpoint) -> Resume:
     try:
         version = Version((started.versions or {}).get("trl", "0"))
     except InvalidVersion:
         version = Version("0")
     if version >= FIRST_RESUMING_TRL:
-        return _changed(started, _Change((_option(found),)))
+        return _changed(started, _Change((_option(checkpoint),)))
     return Resume(
         advice=f"scripts of TRL before {FIRST_RESUMING_TRL} ignore --{RESUME_OPTION}: update it, or "
         f"copy {started.module} and call "
-        f'`trainer.train({RESUME_OPTION}="{found.path}")`'
+        f'`trainer.train({RESUME_OPTION}="{checkpoint.path}")`'
     )
 
 
 # ------------------------------------------------------------------------------------------------------- scripts
 
 
-def _of_script(started: StartedProgram, found: FoundCheckpoint, source: Script) -> Resume:
+def _of_script(started: StartedProgram, checkpoint: FoundCheckpoint, source: Script) -> Resume:
     imports = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", source.text, re.MULTILINE))
     if {"megatron", "pretrain_gpt", "gpt_builders"} & imports:
         dropped = ("finetune", "no-load-optim", "no-load-rng", "ckpt-step")
-        return _changed(started, _Change((f"--load={found.path.parent}",), dropped))
+        return _changed(started, _Change((f"--load={checkpoint.path.parent}",), dropped))
     if "nanotron" in imports:
-        return Resume(advice=f"set `checkpoints.resume_checkpoint_path: {found.path}` in its config")
+        return Resume(advice=f"set `checkpoints.resume_checkpoint_path: {checkpoint.path}` in its config")
     trainer = [call for call in source.find("train") if call.owner]
     if own := _own_option(source):
-        value = () if own.constant("action") == "store_true" else (str(found.path),)
+        value = () if own.constant("action") == "store_true" else (str(checkpoint.path),)
         return _changed(started, _Change(("=".join((_names(own)[0], *value)),), ("overwrite_output_dir",)))
     given = next((call for call in trainer if call.keyword(RESUME_OPTION) or call.node.args), None)
     if given and source.find("HfArgumentParser", "TrlParser"):
         if started.words[-1].endswith(SETTINGS_SUFFIXES) and not started.words[-2].startswith("-"):
-            return Resume(advice=f"set {RESUME_OPTION} to {found.path} in {started.words[-1]}")
-        return _changed(started, _Change((_option(found),), ("overwrite_output_dir",)))
+            return Resume(advice=f"set {RESUME_OPTION} to {checkpoint.path} in {started.words[-1]}")
+        return _changed(started, _Change((_option(checkpoint),), ("overwrite_output_dir",)))
     if trainer:
         call = given or trainer[0]
         return Resume(
             advice=f"in {source.path}:{call.line}, write "
-            f'`{call.name}({RESUME_OPTION}="{found.path}")`, and start the same command again'
+            f'`{call.name}({RESUME_OPTION}="{checkpoint.path}")`, and start the same command again'
         )
-    return Resume(advice=f"load {found.path} in {source.path}, which has no option for that")
+    return Resume(advice=f"load {checkpoint.path} in {source.path}, which has no option for that")
 
 
 SETTINGS_SUFFIXES = (".json", ".yaml", ".yml")
@@ -183,11 +185,11 @@ def _changed(started: StartedProgram, change: _Change) -> Resume:
     if not _is_typed(started):
         return Resume(advice=f"add {' '.join(change.added)} to its command", options=added)
     valued = {_name(word) for word in change.added}
-    words = list(_without(started.words, valued, {name.replace("-", "_") for name in change.dropped}))
-    end = len(words)
-    if started.module.startswith("axolotl") and "--" in words:
-        end = words.index("--")
-    return Resume((*words[:end], *added, *words[end:]), options=added)
+    arguments = list(_without(started.words, valued, {name.replace("-", "_") for name in change.dropped}))
+    end = len(arguments)
+    if started.module.startswith("axolotl") and "--" in arguments:
+        end = arguments.index("--")
+    return Resume((*arguments[:end], *added, *arguments[end:]), options=added)
 
 
 TRUTH_WORDS = ("true", "false", "yes", "no", "1", "0")
@@ -209,10 +211,10 @@ def _name(word: str) -> str:
     return word.lstrip("-").partition("=")[0].replace("-", "_")
 
 
-def _without(words: Sequence[str], valued: set[str], flags: set[str]) -> Iterator[str]:
+def _without(arguments: Sequence[str], valued: set[str], flags: set[str]) -> Iterator[str]:
     """The words without options of these names, and their values; a flag may have a truth value."""
     before = ""
-    for word in words:
+    for word in arguments:
         plain, given, _ = word.partition("=")
         name = plain.lstrip("-+").replace("-", "_")
         is_option = word.startswith("--") or bool(given)

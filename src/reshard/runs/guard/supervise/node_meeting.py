@@ -26,9 +26,9 @@ MAX_MESSAGE = 1 << 16
 """Maximum length of a message in bytes."""
 
 
-def first_to_fail(said: Sequence[NodeMessage]) -> NodeMessage:
+def first_to_fail(messages: Sequence[NodeMessage]) -> NodeMessage:
     """The node on which the run failed first: others only lost a connection to it."""
-    return min(said, key=lambda each: (bool(each.get("follows")), each["node"]))
+    return min(messages, key=lambda each: (bool(each.get("follows")), each["node"]))
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,6 @@ def _messages(lines: bytes) -> Iterator[NodeMessage]:
     """The messages that guards can have sent; whatever else has connected is ignored."""
     for line in lines.splitlines():
         with suppress(ValueError):
-            said = json_of(line)
-            if isinstance(said, dict) and isinstance(said.get("node"), int):
-                yield said
+            message = json_of(line)
+            if isinstance(message, dict) and isinstance(message.get("node"), int):
+                yield message

@@ -55,15 +55,15 @@ def ask_for_dumps(environment: Mapping[str, str], ranks: Iterable[int]) -> None:
 
 def read_dumps(environment: Mapping[str, str], since: float) -> dict[int, Dump]:
     """The dumps of each rank that were written after a time. Nothing in them is executed."""
-    found = {}
+    dumps = {}
     for prefix in (Path(environment[name]) for name in _FILES if environment.get(name)):
         for path in sorted(prefix.parent.glob(f"{prefix.name}*")):
             rank = path.name.removeprefix(prefix.name)
             with suppress(OSError, ReshardError, KeyError, TypeError, ValueError, AttributeError):
                 state = path.stat()
                 if rank.isdecimal() and state.st_mtime >= since and state.st_size <= _LARGEST:
-                    found[int(rank)] = _parse(loads(path.read_bytes(), str(path)))
-    return found
+                    dumps[int(rank)] = _parse(loads(path.read_bytes(), str(path)))
+    return dumps
 
 
 def _parse(content: Any) -> Dump:

@@ -147,30 +147,30 @@ def _plain(name: str) -> str:
 def _values(text: str) -> list[_Value] | None:
     """The values of a text, or None if it has other words than their names. Up to two after a value are its unit."""
     values: list[_Value] = []
-    words: list[str] = []
+    name_parts: list[str] = []
     may_be_unit = is_assigned = False
 
     for token in _TOKEN.finditer(f"{text} |"):
         if token["equals"]:
             is_assigned = True
         elif token["end"]:
-            if words and not is_assigned and not (may_be_unit and len(words) <= _UNIT_WORDS):
+            if name_parts and not is_assigned and not (may_be_unit and len(name_parts) <= _UNIT_WORDS):
                 return None
-            values += [_Value(_plain(word), "") for word in words]
-            words, may_be_unit, is_assigned = [], False, False
-        elif token["word"] and not (is_assigned and words):
-            words.append(token["word"])
+            values += [_Value(_plain(word), "") for word in name_parts]
+            name_parts, may_be_unit, is_assigned = [], False, False
+        elif token["word"] and not (is_assigned and name_parts):
+            name_parts.append(token["word"])
         else:
-            values.append(_Value(_plain(" ".join(words)), token[0]))
-            words, may_be_unit, is_assigned = [], True, False
+            values.append(_Value(_plain(" ".join(name_parts)), token[0]))
+            name_parts, may_be_unit, is_assigned = [], True, False
     return values
 
 
 def _pairs(body: str) -> list[_Value] | None:
     """The values of a record, or None if one of them is a text: it is then a sample of the data."""
-    found = [_PAIR.fullmatch(each) for each in body.split(", ")]
-    pairs = [_Value(_plain(match["name"]), match["value"]) for match in found if match]
-    return pairs if len(pairs) == len(found) else None
+    matches = [_PAIR.fullmatch(each) for each in body.split(", ")]
+    pairs = [_Value(_plain(match["name"]), match["value"]) for match in matches if match]
+    return pairs if len(pairs) == len(matches) else None
 
 
 def _reading(prefix: str, values: list[_Value], *, is_record: bool) -> LossReading:
@@ -189,8 +189,8 @@ def _reading(prefix: str, values: list[_Value], *, is_record: bool) -> LossReadi
 
 def _is_skipped(values: list[_Value]) -> bool:
     """Whether the line is of a step that does not change the weights."""
-    said = [each for each in values if re.search(r"skip|overflow", each.name)]
-    return any(each.number != 0 for each in said)
+    flags = [each for each in values if re.search(r"skip|overflow", each.name)]
+    return any(each.number != 0 for each in flags)
 
 
 def _training_loss(losses: list[_Value], values: list[_Value]) -> float | None:

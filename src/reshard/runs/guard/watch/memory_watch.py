@@ -84,8 +84,8 @@ def oom_kills(system: Path = Path("/")) -> int:
     files = [group / ("memory.events" if unified else "memory.oom_control") for _, group, unified in groups]
     for file in (*files, system / "proc/vmstat"):
         with suppress(OSError):
-            if found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
-                return int(found[1])
+            if match := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
+                return int(match[1])
     return 0
 
 
@@ -106,9 +106,9 @@ class MemoryWatcher(Watcher):
             tightest = min(
                 free_memory(largest[0].pid, self.root), key=lambda room: room.free / room.total, default=None
             )
-            yield from self._check(now, tightest, largest) if tightest else ()
+            yield from self._memory_notices(now, tightest, largest) if tightest else ()
 
-    def _check(self, now: float, room: FreeMemory, largest: list[Process]) -> Iterator[Notice]:
+    def _memory_notices(self, now: float, room: FreeMemory, largest: list[Process]) -> Iterator[Notice]:
         (before, free), self._before = self._before, (now, room.free)
         share = room.free / room.total
         if share > min(_NEARLY, self._worst / 2):

@@ -75,8 +75,8 @@ class ProcessTree:
     root: int
     proc: Path = Path("/proc")
     _foreign: set[int] = field(default_factory=set)
-    _told: dict[int, tuple[int, dict[str, str], str]] = field(default_factory=dict)
-    """Of each process: how often it was asked, its variables of ranks, and its command."""
+    _known: dict[int, tuple[int, dict[str, str], str]] = field(default_factory=dict)
+    """Of each process: how often it was read, its variables of ranks, and its command."""
 
     def snapshot(self) -> Processes:
         """The processes now. Takes 3 ms for 30 processes, however many others the machine has."""
@@ -85,8 +85,8 @@ class ProcessTree:
         seen = {pid: each for pid in present - self._foreign if (each := self._process(pid)) is not None}
         own = {each.pid: each for each in below(self.root, seen)}
         self._foreign |= seen.keys() - own.keys()
-        self._told = {pid: self._ask(pid) for pid in own}
-        return self._ranked({pid: replace(each, command=self._told[pid][2]) for pid, each in own.items()})
+        self._known = {pid: self._ask(pid) for pid in own}
+        return self._ranked({pid: replace(each, command=self._known[pid][2]) for pid, each in own.items()})
 
     def lives(self, pid: int) -> bool:
         """Whether a process has not ended."""
@@ -114,8 +114,8 @@ class ProcessTree:
         return 0
 
     def _ask(self, pid: int) -> tuple[int, dict[str, str], str]:
-        asked, variables, command = self._told.get(pid, (0, {}, ""))
-        if asked < _FRESH:
+        reads, variables, command = self._known.get(pid, (0, {}, ""))
+        if reads < _FRESH:
             with suppress(OSError):
                 entries = (entry.partition("=") for entry in self._read(pid, "environ").split("\0"))
                 variables = {
@@ -125,7 +125,7 @@ class ProcessTree:
                 }
             with suppress(OSError):
                 command = self._read(pid, "cmdline").replace("\0", " ").strip() or command
-        return asked + 1, variables, command
+        return reads + 1, variables, command
 
     def _read(self, pid: int, name: str) -> str:
         with open(f"{self.proc}/{pid}/{name}", errors="replace") as file:
@@ -133,7 +133,7 @@ class ProcessTree:
 
     def _ranked(self, processes: Processes) -> Processes:
         """With ranks: a rank is the topmost process with its variable that is no shell."""
-        has = {pid: self._told[pid][1] for pid in processes}
+        has = {pid: self._known[pid][1] for pid in processes}
         variable = next((name for name in RANK_VARIABLES if any(name in each for each in has.values())), "")
         candidates = {
             pid: int(has[pid][variable])

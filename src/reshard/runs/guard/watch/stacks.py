@@ -133,8 +133,8 @@ def _by_py_spy(pid: int, kernel: str) -> Stack | None:
         return None
     with suppress(OSError, ValueError, KeyError, subprocess.SubprocessError):
         # It need not pause the process: one that stands still does not change while it is read.
-        words = [command, "dump", "--nonblocking", "--json", "--pid", str(pid)]
-        done = subprocess.run(words, capture_output=True, timeout=_PATIENCE, check=True)
+        command_line = [command, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+        done = subprocess.run(command_line, capture_output=True, timeout=_PATIENCE, check=True)
         threads = json.loads(done.stdout)
         main = next(each for each in threads if each["os_thread_id"] in (pid, None))
         frames = (Frame(each["filename"], int(each["line"]), each["name"]) for each in main["frames"])
@@ -151,9 +151,9 @@ def _by_signal(process: Process, folder: Path | None, kernel: str) -> Stack | No
         os.kill(process.pid, STACK_SIGNAL)
         _wait_for(lambda: path.stat().st_size > before and path.stat().st_mtime < time.time() - 0.1)
         text = path.read_bytes()[before:].decode(errors="replace")
-        found = (_FRAME.fullmatch(line) for line in text.splitlines())
+        matches = (_FRAME.fullmatch(line) for line in text.splitlines())
         frames = tuple(
-            Frame(each["file"], int(each["line"]), each["function"]) for each in found if each is not None
+            Frame(each["file"], int(each["line"]), each["function"]) for each in matches if each is not None
         )
         return Stack(frames, "faulthandler", kernel) if frames else None
     return None

@@ -219,16 +219,16 @@ class StallWatcher(Watcher):
         return world > 1 or len(look.stacks) > 1 or bool(look.gone)
 
     def _report(self, silent: float, look: StandingRanks, ranks: Processes, processes: Processes) -> Notice:
-        found = f"no progress for {silent:.0f} s, since {self.progress.at}"
+        state = f"no progress for {silent:.0f} s, since {self.progress.at}"
         if look.blamed:
-            found += f"; {_ranks(look.waiting)} {_s('wait', look.waiting)} for {_ranks(look.blamed)}"
+            state += f"; {_ranks(look.waiting)} {_s('wait', look.waiting)} for {_ranks(look.blamed)}"
         elif look.waiting and not look.busy and not look.idle:
-            found += "; all ranks wait for others"
+            state += "; all ranks wait for others"
         return Notice(
             Problem(
                 "run-stands-still",
                 "the run stands still",
-                found=found,
+                found=state,
                 remedy="see below what each rank does; end the run, fix the cause, and resume from the last checkpoint",
                 severity="warning",
             ),

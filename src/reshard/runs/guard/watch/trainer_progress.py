@@ -62,11 +62,11 @@ class ProgressReading(NamedTuple):
 def read(text: str) -> ProgressReading:
     """The counter and values in a line."""
     text = single_spaced(text)
-    found = next((match for pattern in _COUNTERS if (match := pattern.search(text))), None)
+    count = next((match for pattern in _COUNTERS if (match := pattern.search(text))), None)
     loss, norm, evaluation = read_losses(text)
-    if found is None:
+    if count is None:
         return ProgressReading(loss=loss, norm=norm, evaluation=evaluation)
-    groups = found.groupdict()
+    groups = count.groupdict()
     name = (groups.get("name") or "").strip()
     in_training = loss is not None or _TRAINING.fullmatch(name) is not None
     counter = (name, groups.get("total") or "")

@@ -108,8 +108,8 @@ def changes(setup: TrainingSetup) -> Iterator[tuple[str, TrainingSetup]]:
         ("--dtype bfloat16 --load_in_4bit true", {"weights": 2, "quantized": True, **one}),
     ]
     for more, fields in savings[: None if setup.lora else 3]:
-        for words, plan in plans:
-            yield f"{words} {more}".strip(), replace(plan, **fields)
+        for change, plan in plans:
+            yield f"{change} {more}".strip(), replace(plan, **fields)
 
 
 def _states(setup: TrainingSetup) -> dict[str, int]:
