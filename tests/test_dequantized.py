@@ -17,7 +17,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import reshard
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
-from reshard.codecs.decoded_blocks import BYTE_VALUES, POWERS
+from reshard.codecs.byte_values import FP8
+from reshard.codecs.decoded_blocks import POWERS
 from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command
 from tests.genuine import quantized
@@ -148,7 +149,7 @@ def test_other_dtypes_are_rounded_once(
 
 def test_every_value_of_eight_bits() -> None:
     every = torch.arange(256, dtype=torch.uint8)
-    for name, table in BYTE_VALUES["FP8"].items():
+    for name, table in FP8.items():
         expected = every.view(getattr(torch, name)).float().numpy()
         np.testing.assert_array_equal(table[:, 0], expected, err_msg=name)
         number = ~np.isnan(expected)
@@ -352,7 +353,36 @@ def test_inspect_proposes_a_command_that_works(name: str, fp8: Callable[[str], P
     assert reshard.verify(source, Path(words[3])).equal
 
 
+def with_rows(plain: Path, out: Path, more: int = 0) -> tuple[Path, Tensors]:
+    """A folder of int8 weights whose scales are [out] (and `more`), and the plain weights that they mean."""
+    tensors: Tensors = {}
+    expected: Tensors = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        tensors[name] = expected[name] = tensor
+        if name.endswith("_proj.weight"):
+            scales = (tensor.float().abs().amax(1) / 127).clamp(min=1e-9)
+            tensors[name] = (tensor / scales[:, None]).round().to(torch.int8)
+            expected[name] = (tensors[name].float() * scales[:, None]).bfloat16()
+            tensors[f"{name}_scale"] = torch.cat([scales, scales[:more]])
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    return quantized.with_tensors(plain, out, tensors, settings), expected
+
+
+def test_scales_of_rows(hf_model: Models, tmp_path: Path) -> None:
+    source, expected = with_rows(hf_model("qwen3", dtype="bfloat16"), tmp_path / "source")
+    reshard.convert(source, tmp_path / "out", to="huggingface", dtype="bfloat16")
+    quantized.assert_holds(tmp_path / "out", expected)
+
+
 # ------------------------------------------------------------------------------------------------ refused
+
+
+def test_scales_of_more_rows_than_there_are(hf_model: Models, tmp_path: Path) -> None:
+    source, _ = with_rows(hf_model("qwen3", dtype="bfloat16"), tmp_path / "source", more=1)
+    result = command("convert", source, tmp_path / "out", "--to", "megatron")
+    assert result.code == 2
+    assert "the scales of a quantized weight do not match it" in result.err
+    assert "weight_block_size" not in result.err  # compressed-tensors has no such setting
 
 
 def test_scales_that_do_not_tell_their_blocks(hf_model: Models, tmp_path: Path) -> None:

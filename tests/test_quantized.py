@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 import reshard
 from reshard.base.errors import ReshardError
+from reshard.formats.quantization_schemes import SCHEMES, TESTED
 from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command
 from tests.environments import python
@@ -32,7 +34,7 @@ def stored(folder: Path) -> Stored:
     return {name: (entry["dtype"], entry["shape"], bytes(entry["data"])) for name, entry in found}
 
 
-def settings(folder: Path) -> object:
+def settings(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
@@ -237,6 +239,23 @@ LOST = [
 ]
 
 
+JUDGES = {
+    "fp8": "transformers (fp8)",
+    "mxfp4": "gpt-oss",
+    "compressed-tensors": "compressed-tensors",
+    "modelopt": "ModelOpt",
+    "awq": "AutoAWQ",
+    "gptq": "AutoGPTQ",
+    "auto-round": "auto-round",
+    "bitsandbytes": "bitsandbytes",
+}
+
+
+def test_every_method_whose_arithmetic_is_known_is_judged() -> None:
+    assert {method for scheme in SCHEMES for method in scheme.methods if method} == JUDGES.keys()
+    assert {each.tool for each in TESTED} == {*JUDGES.values()}
+
+
 @pytest.mark.parametrize("model_type", [None, "nobodys"])
 @pytest.mark.parametrize(("name", "lost", "weight", "expected"), LOST, ids=[row[1] for row in LOST])
 def test_a_weight_without_one_of_its_parts(
@@ -257,6 +276,8 @@ def test_a_weight_without_one_of_its_parts(
     with pytest.raises(ReshardError) as refused:
         reshard.convert(folder, tmp_path / "out", to="huggingface")
     assert problems_of(refused) == [("a quantized weight is incomplete", weight, expected)]
+    method = settings(source)["quant_method"]
+    assert str(refused.value.problems[0].rule).startswith(f"{method} ({method.upper()}) stores a weight as ")
     found = reshard.inspect(folder)
     assert [problem.message for problem in found.problems] == ["a quantized weight is incomplete"]
 

@@ -8,7 +8,7 @@ from reshard.families import FAMILIES
 from reshard.families.family import ENGINE_TITLES, JUDGE_TITLES
 from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
 from reshard.formats import FORMATS
-from reshard.model.tested_quantizations import TESTED
+from reshard.formats.quantization_schemes import TESTED
 
 
 def support() -> dict[str, list[dict[str, Any]]]:

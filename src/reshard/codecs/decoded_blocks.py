@@ -10,7 +10,7 @@ scale rounded to the dtype first, as in `FP8QTensor`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
@@ -29,51 +29,21 @@ FLOAT32 = dtype("float32")
 BLOCK_ELEMENTS = 1 << 17
 """Elements computed at a time: their float32 values fit in the cache of a core."""
 
-MULTIPLIED, DIVIDED = "{}_scale_2", "{}_global_scale"
-"""The scale of a complete weight: ModelOpt multiplies those of the blocks by it, compressed-tensors divides them."""
-
 POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)  # powers of two, from 2^-126 to infinity
 POWERS[0] = 2.0**-127
 _E4M3 = small_floats(4, 3, 7, "fn")
 """Scales stored as exponents: 2^(s - 127)."""
 
 
-_FP8 = {
-    "float8_e4m3fn": small_floats(4, 3, 7, "fn").reshape(256, 1),
-    "float8_e5m2": small_floats(5, 2, 15, "ieee").reshape(256, 1),
-    "float8_e4m3fnuz": small_floats(4, 3, 8, "fnuz").reshape(256, 1),
-    "float8_e5m2fnuz": small_floats(5, 2, 16, "fnuz").reshape(256, 1),
-}
-
-
-def _halves(values: Floats) -> Floats:
-    """The two values [256, 2] in each byte, out of the 16 possible 4-bit values; the low half of a byte comes first."""
-    return np.stack([np.tile(values, 16), np.repeat(values, 16)], 1)
-
-
-_FP4 = small_floats(2, 1, 1)
-BYTE_VALUES: dict[str, Mapping[str, Floats]] = {
-    "FP8": _FP8,
-    "MXFP4": {"uint8": _halves(_FP4)},
-    "NVFP4": {"uint8": _halves(_FP4)},
-    "packed int": {"int32": _halves(np.arange(-8, 8, dtype=np.float32))},
-    "int8": {"int8": np.arange(256).astype(np.int8).astype(np.float32).reshape(256, 1)},
-}
-"""The values of each byte, [256, values in a byte], by the name of a scheme and the dtype of its items."""
-
-MODELOPT_NVFP4 = _halves(_FP4 + np.float32(0))
-"""ModelOpt's values of NVFP4: -0 becomes 0."""
-
-
 class WeightKind(NamedTuple):
     """What weights with the same scheme, dtype and settings have in common.
 
-    `table` has the values of each byte. `outer` is the scale of the complete weight, if it has one. Scales are
-    `rounded` to the dtype of the weight before they are used, or not.
+    `table` has the values of each byte. The scale of the complete weight, if it has one, is `applied` to those of its
+    blocks. Scales are `rounded` to the dtype of the weight before they are used, or not.
     """
 
     table: Floats
-    outer: str | None = None
+    applied: Callable[[Floats, Floats], Floats] | None = None
     rounded: bool = False
 
 
@@ -226,10 +196,10 @@ class DequantizedWeight(Computed):
         """The rows of scales `first` to `last`."""
         tensor, across, kind = self.inputs[1], self._blocks.across, self._arithmetic.kind
         scales = _floats(read(tensor, first * across, last * across), tensor.dtype).reshape(-1, across)
-        if kind.outer:
+        if kind.applied:
             outer = _floats(read(self.inputs[-1], 0, 1), self.inputs[-1].dtype)
             with np.errstate(all="ignore"):  # reported by name as NaN or Inf
-                return scales * outer if kind.outer == MULTIPLIED else scales / outer
+                return kind.applied(scales, outer)
         if kind.rounded:
             raw = read.cast(np.ascontiguousarray(scales).view(np.uint32), FLOAT32, self.dtype)
             return as_float(raw, self.dtype).astype(np.float32, copy=False)

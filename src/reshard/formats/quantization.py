@@ -1,109 +1,35 @@
-"""Quantized weights: how each tool stores them, and which tensors of a checkpoint make up one weight.
+"""The quantized weights of a checkpoint: which tensors make up one weight, by the schemes, and the settings of all.
 
-A quantized weight is a tensor of small numbers, often several packed in an item, with separate scales. Nothing here
-reads or changes them. Sources: transformers 5.23 (`quantizers/`, `integrations/`), compressed-tensors 0.20, AutoAWQ
-0.2.9, auto-round 0.16, bitsandbytes 0.50, ModelOpt 0.47, Quark as vLLM reads it, and what all but the last wrote in the
-tests.
+Nothing here reads or changes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.merged_problems import one_for_all
 from reshard.formats.module_quantization import MODELOPT
-
-Shape = tuple[int, ...]
-Wide = Callable[[int], int]
-"""The number of elements in this many items."""
-
-FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-BYTE_DTYPES = ("int8", "uint8")
-FP4_DTYPES = ("float4_e2m1fn_x2", *BYTE_DTYPES)
-PLAIN_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "bool")
-
-
-def _rows(shape: Shape, wide: Wide) -> Shape:
-    """Packed along the last axis."""
-    return (*shape[:-1], wide(shape[-1])) if shape else shape
-
-
-def _experts(shape: Shape, wide: Wide) -> Shape:
-    """Stacked experts: [expert, out, block, items of a block] stores a weight [expert, in, out]."""
-    return (shape[0], shape[2] * wide(shape[3]), shape[1]) if len(shape) == 4 else shape
-
-
-class QuantizationScheme(NamedTuple):
-    """How a weight is stored. Names are those in its module; {} is the name of the weight itself (`weight`).
-
-    `values` names the tensor with its elements of `bits` bits (0: those of its dtype; None: as in the settings), in
-    items of one of `dtypes` (empty: any). The tensors named in `beside` are required to interpret them; those in `more`
-    are optional. `shape` computes the weight's shape from that of `values`; None if only the number of elements is
-    known.
-    """
-
-    name: str
-    values: str
-    beside: tuple[str, ...]
-    dtypes: tuple[str, ...] = ()
-    bits: int | None = None
-    shape: Callable[[Shape, Wide], Shape] | None = _rows
-    more: tuple[str, ...] = ()
-
-    def has(self, dtype: DType) -> bool:
-        """Whether its values can have this dtype."""
-        return not self.dtypes or dtype.name in self.dtypes
-
-
-_OFFSETS = ("{}_zero_point", "{}_g_idx")
-_FOLDED = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
-"""What ModelOpt stores beside a weight that is not complete without it: factors of its columns, and a low-rank part."""
-_NESTED = ("{}.nested_absmax", "{}.nested_quant_map")
-_STATES = ("{}.quant_state.bitsandbytes__nf4", "{}.quant_state.bitsandbytes__fp4")
-SCHEMES = (
-    # DeepSeek, which names scales differently in its own code, and transformers; experts may be packed FP4
-    QuantizationScheme("FP8", "{}", ("{}_scale_inv",), FP8_DTYPES, 8),
-    QuantizationScheme("FP4", "{}", ("{}_scale_inv",), FP4_DTYPES, 4),
-    QuantizationScheme("FP8", "{}", ("scale",), FP8_DTYPES, 8),
-    QuantizationScheme("FP4", "{}", ("scale",), FP4_DTYPES, 4),
-    # compressed-tensors, FBGEMM, ModelOpt, Quark
-    QuantizationScheme("NVFP4", "{}", ("{}_scale", "{}_scale_2"), FP4_DTYPES, 4, more=_FOLDED),
-    QuantizationScheme("FP8", "{}", ("{}_scale",), FP8_DTYPES, 8, more=(*_OFFSETS, *_FOLDED)),
-    QuantizationScheme("int8", "{}", ("{}_scale",), ("int8",), 8, more=(*_OFFSETS, *_FOLDED)),
-    QuantizationScheme("FP4", "{}", ("{}_scale",), FP4_DTYPES, 4, more=_FOLDED),
-    QuantizationScheme(
-        "rounded", "{}", ("{}_scale",), PLAIN_DTYPES[:4], 0, more=_OFFSETS
-    ),  # but not compressed
-    QuantizationScheme("packed int", "{}_packed", ("{}_scale", "{}_shape"), ("int32",), more=_OFFSETS),
-    QuantizationScheme("NVFP4", "{}_packed", ("{}_scale", "{}_global_scale"), BYTE_DTYPES, 4, more=_OFFSETS),
-    QuantizationScheme("MX", "{}_packed", ("{}_scale",), BYTE_DTYPES, more=_OFFSETS),
-    # gpt-oss
-    QuantizationScheme("MXFP4", "{}_blocks", ("{}_scales",), ("uint8",), 4, _experts),
-    # AutoGPTQ, AutoAWQ, auto-round: packed along either axis
-    QuantizationScheme("GPTQ", "qweight", ("qzeros", "scales", "g_idx"), ("int32",), None, None),
-    QuantizationScheme("AWQ", "qweight", ("qzeros", "scales"), ("int32",), None, None),
-    # bitsandbytes; four bits are flat, in items of any type
-    QuantizationScheme("4 bits", "{}", ("{}.absmax", "{}.quant_map"), (), 4, None, (*_NESTED, *_STATES)),
-    QuantizationScheme("int8", "{}", ("SCB",), ("int8",), 8, more=("weight_format",)),
+from reshard.formats.quantization_schemes import (
+    FOLDED,
+    FP4_DTYPES,
+    FP8_DTYPES,
+    METHODS,
+    PLAIN_DTYPES,
+    SCHEMES,
+    QuantizationScheme,
+    Shape,
+    Wide,
 )
-"""All known ways of storing quantized weights. The first that fits is used."""
 
 FOREIGN_FORMATS = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask")
 """Formats of compressed-tensors that follow none of the schemes."""
-
-METHODS = (
-    *("fp8", "mxfp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "quark", "mxfp4", "nvfp4"),
-    *("awq", "gptq", "auto-round", "bitsandbytes"),
-)
-"""The `quant_method`s that store weights by one of the schemes."""
 
 WEIGHT_NAMES = ("weight", "gate_up_proj", "down_proj")
 """Names of weights that may be quantized: that of a linear layer, and those of stacked experts."""
@@ -114,7 +40,7 @@ OF_ACTIVATIONS = (
 )
 """Scales that belong to no weight."""
 
-AMBIGUOUS_ROLES = ({"scale"}, {"scales"}, {"g_idx"}, {"{}_shape"}, *({role} for role in _FOLDED))
+AMBIGUOUS_ROLES = ({"scale"}, {"scales"}, {"g_idx"}, {"{}_shape"}, *({role} for role in FOLDED))
 """Roles whose names plain models may have, too: alone they do not indicate a quantized weight."""
 
 _MODULES = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude")
@@ -253,6 +179,10 @@ def of_first_group(settings: Mapping[str, Any], key: str) -> Any:
     return weights.get(key) if isinstance(weights, dict) else None
 
 
+BLOCK_METHOD = "fp8"
+"""The method whose settings have the size of blocks."""
+
+
 def blocks_told(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     """How many rows and columns of a weight share a scale, if FP8 settings define it."""
     told = settings.get("weight_block_size")
@@ -327,7 +257,7 @@ def find(
                 scheme, parts[scheme.values], _bits(scheme, parts, tensors, settings)
             )
         else:
-            problems[name] = _incomplete(name, parts, tensors)
+            problems[name] = _incomplete(name, parts, tensors, settings)
     if problems and not _is_known(settings):
         return Quantization(settings, {}), []
     found = Quantization(settings, weights, frozenset(beside), frozenset(problems))
@@ -336,7 +266,7 @@ def find(
 
 def _is_known(settings: Mapping[str, Any]) -> bool:
     """Whether weights with these settings follow `SCHEMES`, so that one that does not is incomplete."""
-    method, sparsity = settings.get("quant_method") or METHODS[0], settings.get("sparsity_config")
+    method, sparsity = settings.get("quant_method") or None, settings.get("sparsity_config")
     formats = [each.get("format") for each in (settings, sparsity) if isinstance(each, dict)]
     return method in METHODS and not any(each in FOREIGN_FORMATS for each in formats)
 
@@ -389,12 +319,16 @@ def _bits(
     return _told_bits(settings) or 4
 
 
-def _incomplete(name: str, parts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Problem:
+def _incomplete(
+    name: str, parts: Mapping[str, str], tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> Problem:
     """The problem of an incomplete weight, by the scheme that is closest to it."""
+    method = settings.get("quant_method")
 
-    def distance(scheme: QuantizationScheme) -> tuple[int, int]:
+    def distance(scheme: QuantizationScheme) -> tuple[int, int, bool]:
         needed = {scheme.values, *scheme.beside}
-        return len(parts.keys() - needed - {*scheme.more}), len(needed - parts.keys())
+        foreign = parts.keys() - needed - {*scheme.more}
+        return len(foreign), len(needed - parts.keys()), not scheme.of_method(settings)
 
     def names(roles: Iterable[str]) -> str:
         return ", ".join(role.format(name.rpartition(".")[2]) for role in roles)
@@ -403,12 +337,13 @@ def _incomplete(name: str, parts: Mapping[str, str], tensors: Mapping[str, Tenso
     needed = (scheme.values, *scheme.beside)
     lacking = names(role for role in needed if role not in parts)
     there = sorted(parts.values())
+    stored_by = f"{method} ({scheme.name})" if method else scheme.name
     return Problem(
         "quantized-weight-incomplete",
         "a quantized weight is incomplete",
         tensor=name,
         file=tensors[there[0]].file,
-        rule=f"{scheme.name} stores a weight as {names(needed)}",
+        rule=f"{stored_by} stores a weight as {names(needed)}",
         expected=lacking or f"elements of {' or '.join(scheme.dtypes)}",
         found=", ".join(f"{part.rpartition('.')[2]} ({tensors[part].dtype})" for part in there),
         remedy="copy or download the files again: the values are meaningless without their scales",

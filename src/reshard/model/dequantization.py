@@ -19,14 +19,15 @@ from reshard.codecs.grouped_weights import grouped, packing_of
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.module_quantization import ModuleQuantization, QuantizationSettings
 from reshard.formats.quantization import (
+    BLOCK_METHOD,
     Quantization,
     QuantizedWeight,
-    Shape,
     blocks_told,
     of_first_group,
     part_of,
     refusal,
 )
+from reshard.formats.quantization_schemes import BITSANDBYTES, GROUPED, PACKED_INT, STACKED_EXPERTS, Shape
 from reshard.model import bitsandbytes
 from reshard.model.weight_kinds import disagreements, is_outer, module_of, weight_kind
 from reshard.transfer.elements import castable
@@ -37,9 +38,6 @@ BFLOAT16, FLOAT16 = dtype("bfloat16"), dtype("float16")
 UNUSED_SCALES = "quantization data"
 """The rule for dropping scales of activations and similar tensors."""
 
-
-G_IDX = "{}_g_idx"
-"""The groups of columns in compressed-tensors, if `actorder` is "group"."""
 
 _GROUPS = {"W4A8_NVFP4_FP8": {16, 32}}
 """The sizes of groups that ModelOpt does not tell in config.json, by `quant_algo`; 16 for all others."""
@@ -70,7 +68,7 @@ def dequantized(
     misfits = (each for each in made.values() if isinstance(each, Problem))
     raise_all(one_for_all(misfits, found.weights, path))
     dropped = checkpoint.dropped.copy()
-    used = {part_of(name, role) for name, weight in found.weights.items() for role in _used(weight)}
+    used = {part_of(name, role) for name, weight in found.weights.items() for role in weight.scheme.inputs}
     if unused := sum(checkpoint.tensors[name].nbytes for name in found.beside - used):
         dropped[UNUSED_SCALES] += unused
     names = {weight.values: name for name, weight in found.weights.items()}
@@ -90,20 +88,8 @@ def dequantized(
 def _dtype_of_scales(checkpoint: Checkpoint) -> DType:
     found = checkpoint.quantization
     assert found is not None
-    kinds = {checkpoint.tensors[part_of(n, _used(w)[-1])].dtype for n, w in found.weights.items()}
+    kinds = {checkpoint.tensors[part_of(n, w.scheme.inputs[0])].dtype for n, w in found.weights.items()}
     return FLOAT16 if kinds == {FLOAT16} else BFLOAT16
-
-
-def _used(weight: QuantizedWeight) -> tuple[str, ...]:
-    """The parts that make up a weight in addition to its values, the scales last."""
-    roles = weight.scheme.beside
-    if roles[0] in ("SCB", "{}.absmax"):
-        return (*weight.scheme.more, *roles[::-1])
-    if weight.scheme.name == "packed int":
-        return (G_IDX, *roles[:1])
-    if weight.scheme.name == "NVFP4":
-        return roles[::-1]
-    return ("g_idx", "qzeros", "scales") if "qzeros" in roles else roles[:1]
 
 
 class _Dequantizer:
@@ -113,17 +99,16 @@ class _Dequantizer:
         self.wanted = wanted
         self._found, self._tensors, self.settings = found, tensors, QuantizationSettings(found.settings)
         self._packing = packing_of(found.settings)
-        self._is_bitsandbytes = found.settings.get("quant_method") == "bitsandbytes"
         self._kinds: dict[tuple[Any, ...], WeightKind | None] = {}
         self._known: dict[tuple[Any, ...], WeightArithmetic | None] = {}
 
     def knows(self, name: str, weight: QuantizedWeight) -> bool:
         """Whether the arithmetic of a weight is known."""
-        if self._is_bitsandbytes:
-            return True
-        if "qzeros" in weight.scheme.beside:
+        if not weight.scheme.of_method(self._found.settings):
+            return False
+        if weight.scheme.methods == GROUPED:
             return self._packing is not None
-        return self._kind(name, weight)[1] is not None
+        return weight.scheme.methods == BITSANDBYTES or self._kind(name, weight)[1] is not None
 
     def _kind(self, name: str, weight: QuantizedWeight) -> tuple[ModuleQuantization, WeightKind | None]:
         told = self.settings.of(module_of(name))
@@ -135,28 +120,29 @@ class _Dequantizer:
     def plain(self, name: str, weight: QuantizedWeight) -> Tensor | Problem:
         """One plain weight, or a problem if its scales do not match it."""
         found, tensors, wanted = self._found, self._tensors, self.wanted
-        packed, scales = tensors[weight.values], tensors[part_of(name, _used(weight)[-1])]
-        if self._is_bitsandbytes:
+        first, *others = weight.scheme.inputs
+        packed, scales = tensors[weight.values], tensors[part_of(name, first)]
+        if weight.scheme.methods == BITSANDBYTES:
             return bitsandbytes.plain(name, weight, tensors, wanted) or _misfit(name, packed, scales, found)
-        if packing := self._packing:
+        if self._packing and weight.scheme.methods == GROUPED:
             qzeros, g_idx = tensors[part_of(name, "qzeros")], tensors.get(part_of(name, "g_idx"))
-            plain = grouped(packing, weight.bits, packed, qzeros, scales, g_idx, wanted)
+            plain = grouped(self._packing, weight.bits, packed, qzeros, scales, g_idx, wanted)
             return plain or _misfit(name, packed, scales, found)
-        extra = [role for role in weight.scheme.more if part_of(name, role) in tensors]
-        used = [role for role in _used(weight)[:-1] if part_of(name, role) in tensors]
+        more = [tensors[part_of(name, role)] for role in others if part_of(name, role) in tensors]
+        unused = [role for role in weight.scheme.more if role not in others]
+        extra = [role for role in unused if part_of(name, role) in tensors]
         told, kind = self._kind(name, weight)
         assert kind is not None  # others were refused before
-        more = [tensors[part_of(name, role)] for role in used]
         shapes = tuple((tensor.dtype, tensor.shape) for tensor in (packed, scales, *more))
         key = (weight.scheme, told, shapes)
         if key not in self._known:
             self._known[key] = self._arithmetic(name, weight, told, kind, [packed, scales, *more])
         arithmetic = self._known[key]
-        if arithmetic is None or not {*extra} <= {*used}:
+        if arithmetic is None or extra:
             return _misfit(name, packed, scales, found, extra)
         source = DequantizedWeight(packed, scales, arithmetic, more)
         view = View.of(source, *arithmetic.shape)
-        if weight.scheme.name != "MXFP4":
+        if weight.scheme is not STACKED_EXPERTS:
             return Tensor(wanted, view)
         if (arithmetic.blocks.tall, arithmetic.blocks.wide) == (1, 32):
             source.mxfp4 = packed, scales
@@ -173,19 +159,17 @@ class _Dequantizer:
         """How to compute a weight from its inputs; None if it cannot be determined."""
         found, (packed, scales, *more) = self._found, inputs
         # Experts of MXFP4 are stored as [expert, out, block, items of a block]; the weight is [expert, in, out].
-        axes = 2 if weight.scheme.name == "MXFP4" else len(packed.shape) - 1
+        axes = 2 if weight.scheme is STACKED_EXPERTS else len(packed.shape) - 1
         each = packed.dtype.itemsize * kind.table.shape[1]
         shape = (*packed.shape[:axes], prod(packed.shape[axes:]) * each)
         blocks = _blocks(shape, scales.shape, found) if len(shape) > 1 and all(shape) else None
-        if kind.rounded and scales.shape == shape[:-1]:
-            blocks = 1, shape[-1]
-        if weight.scheme.name == "packed int" and blocks != self._blocks_of_ints(name, told, shape):
+        if weight.scheme is PACKED_INT and blocks != self._blocks_of_ints(name, told, shape):
             blocks = None  # a row may end in a partly filled item
         if blocks is None or not _is_scale(scales.dtype) or not _fits(kind, blocks, told, scales):
             return None
-        if kind.outer and not is_outer(more[-1]):
+        if kind.applied and not is_outer(more[0]):
             return None
-        groups = more[0] if more and not kind.outer else None
+        groups = more[0] if more and not kind.applied else None
         if groups and (groups.shape != shape[-1:] or groups.dtype.name not in ("int32", "int64")):
             return None
         rows = prod(shape[:-1])
@@ -217,7 +201,7 @@ class _Dequantizer:
 
 def _fits(kind: WeightKind, blocks: tuple[int, int], told: ModuleQuantization, scales: Tensor) -> bool:
     """Whether scales of NVFP4 are stored in FP8, and of blocks as large as the settings say; of others, neither."""
-    if not kind.outer:
+    if not kind.applied:
         return scales.dtype.name != "float8_e4m3fn"
     size = told.args.get("group_size") or of_first_group(told.args, "group_size")
     wide = {size} if isinstance(size, int) else _GROUPS.get(told.how, {16})
@@ -229,12 +213,14 @@ def _is_scale(stored: DType) -> bool:
 
 
 def _blocks(shape: Shape, scales: Shape, found: Quantization) -> tuple[int, int] | None:
-    """How many rows and columns share a scale: from the settings, else as many as divide the weight evenly.
+    """How many rows and columns share a scale: a row, blocks of the settings, or such as divide the weight evenly.
 
     None if neither fits; without settings, smaller blocks at the edges would be ambiguous.
     """
     if prod(scales) == 1:
         return prod(shape[:-1]), shape[-1]
+    if scales == shape[:-1]:
+        return 1, shape[-1]
     if len(scales) != len(shape) or scales[:-2] != shape[:-2]:
         return None
     grid = scales[-2:]
@@ -254,14 +240,17 @@ def _misfit(
         if extra
         else ""
     )
+    has_blocks = found.settings.get("quant_method", BLOCK_METHOD) == BLOCK_METHOD
+    size = " (config.json: weight_block_size)" if has_blocks else ""
     return Problem(
         "quantized-scales-wrong",
         "the scales of a quantized weight do not match it",
         tensor=name,
         file=packed.file,
-        rule="each block of a weight has one scale, and config.json has the size of the blocks",
-        expected="scales that cover the weight in blocks of weight_block_size, or evenly",
+        rule="a scale belongs to the complete weight, to a row, or to a block",
+        expected=f"scales that cover the weight evenly{size}",
         found=f"{packed.dtype} {list(packed.shape)}, scales {scales.dtype} {list(scales.shape)}{beside}; {found}",
         remedy="pass the config.json of these weights; if it is correct, reshard does not know their scheme: "
         "dequantize the model as its publisher describes",
+        values={"size": size},
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem
-from reshard.codecs.decoded_blocks import BYTE_VALUES, DIVIDED, MODELOPT_NVFP4, MULTIPLIED, WeightKind
+from reshard.codecs.decoded_blocks import WeightKind
 from reshard.formats.module_quantization import (
     COMPRESSED_TENSORS,
     MODELOPT,
@@ -18,16 +18,8 @@ from reshard.formats.module_quantization import (
     QuantizationSettings,
 )
 from reshard.formats.quantization import Quantization, QuantizedWeight
+from reshard.formats.quantization_schemes import PACKED_INT
 from reshard.transfer.elements import castable
-
-_SCALES: dict[str | None, tuple[str, ...]] = {
-    "fp8": ("{}_scale_inv", "scale", "{}_scale"),
-    "mxfp4": ("{}_scales",),
-    COMPRESSED_TENSORS: ("{}_scale",),
-    MODELOPT: ("{}_scale",),
-    None: ("{}_scale_inv", "{}_scales"),
-}
-"""The names of scales for each `quant_method` with known arithmetic; None: no config names a method."""
 
 _FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized")
 """The formats of compressed-tensors whose weights are values times scales."""
@@ -36,20 +28,16 @@ _FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantiz
 def weight_kind(
     weight: QuantizedWeight, told: ModuleQuantization, found: Quantization, tensors: Mapping[str, Tensor]
 ) -> WeightKind | None:
-    """What values and scales of a weight mean; None if it is not known."""
+    """What values and scales of a weight mean, if its method is one of its scheme; None if it is not known."""
     scheme, method = weight.scheme, found.settings.get("quant_method")
-    outer = next((role for role in (MULTIPLIED, DIVIDED) if role in scheme.beside), None)
-    table = BYTE_VALUES.get(scheme.name, {}).get(tensors[weight.values].dtype.name)
+    table = scheme.tables.get(tensors[weight.values].dtype.name)
     if table is None:
         return None
-    if outer:  # how they are computed does not depend on the settings
-        return WeightKind(MODELOPT_NVFP4 if outer == MULTIPLIED else table, outer)
-    known = scheme.beside[0] in _SCALES.get(str(method) if method else None, ())
-    if method == COMPRESSED_TENSORS:
-        known = known and (told.format or found.settings.get("format")) in _FORMATS
-    if method == MODELOPT:
-        known = known and scheme.name == "FP8"
-    if not known or (scheme.name == "packed int" and not _is_int4(told)):
+    if scheme.applied:  # how they are computed does not depend on the settings
+        return WeightKind(table, scheme.applied)
+    if method == COMPRESSED_TENSORS and (told.format or found.settings.get("format")) not in _FORMATS:
+        return None
+    if scheme is PACKED_INT and not _is_int4(told):
         return None
     return WeightKind(table, rounded=method == MODELOPT)
 
