@@ -127,6 +127,19 @@ def test_what_must_be_equal_is_compared(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_copy_of_another_rank_is_found(tmp_path: Path) -> None:
+    """Safetensors have no checksums: the contents are compared."""
+    folder = shutil.copytree(DATA / "tp2", tmp_path / "src")
+    first = LAST.replace("1", "0", 1)
+    shutil.copy(folder / first, folder / LAST)
+    result = command("convert", folder, tmp_path / "out", "--to", "huggingface", "--json")
+    problem = next(each for each in result.json["problems"] if each["code"] == "rank-file-copied")
+    assert result.code == 2
+    assert problem["file"].endswith(LAST)
+    assert problem["found"].endswith(first)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("release", ["vllm", "vllm-0.31"])
 def test_what_vllm_saves_of_a_model_becomes_that_model(

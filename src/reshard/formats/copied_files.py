@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from reshard.algebra.storage import StoredTensor
-from reshard.algebra.tensors import Cells, Tensor
+from reshard.algebra.tensors import Cells, Replica, Tensor, cells_of
 from reshard.base.errors import Problem
 from reshard.stores import open_file
 
 ANOTHER_RUN = "a rank's file belongs to another run or iteration"
 ONE_RUN = "the files of all ranks belong to one iteration of one run"
+
+_COPIED = "the file of one rank is a copy of another rank's"
+_DIFFERING = "the shards of two ranks differ"
+_COPY_AGAIN = "one of the two is in the wrong place: copy each rank's file again from where it was saved"
 
 EDGE_BYTES = 1 << 16
 """Bytes compared at both ends of two files: the last ones contain the checksums of a whole archive."""
@@ -26,7 +30,7 @@ File = TypeVar("File", str, Path)
 
 
 class CopyFinder:
-    """Compares files by their recorded checksums, without reading tensors."""
+    """Compares files by their recorded checksums, without reading tensors. Safetensors files record none."""
 
     def __init__(self) -> None:
         self._checksums: dict[str, list[int]] = defaultdict(list)
@@ -71,6 +75,11 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
     return _marks(one) == _marks(other)
 
 
+def has_checksums(tensor: Tensor) -> bool:
+    """Whether the files of a tensor record checksums of all that it reads."""
+    return all(cells.storage.crc32 is not None for cells in cells_of(tensor.view))
+
+
 def _marks(tensor: Tensor) -> list[tuple[object, ...]] | object:
     """What identifies the elements of a tensor: place, size and CRC32 of each chunk."""
     marks: list[tuple[object, ...]] = []
@@ -105,14 +114,20 @@ def copy_problem(file: str, found: str, tensor: str | None = None) -> Problem:
     """The problem of `file`, which contains the same as another file; `found` says what and where."""
     return Problem(
         "rank-file-copied",
-        "the file of one rank is a copy of another rank's",
+        _COPIED,
         tensor=tensor,
         file=file,
-        rule="the shards of two ranks differ",
+        rule=_DIFFERING,
         expected="the shards of this rank",
         found=found,
-        remedy="one of the two is in the wrong place: copy each rank's file again from where it was saved",
+        remedy=_COPY_AGAIN,
     )
+
+
+def ranks_differ(tensor: str, first: Tensor, second: Tensor) -> Replica:
+    """The comparison of what two ranks' files contain, beginning with their shards of `tensor`."""
+    code = "rank-file-copied"
+    return Replica(tensor, first, second, _DIFFERING, _COPY_AGAIN, code, _COPIED, equal=False)
 
 
 def of_other_runs(

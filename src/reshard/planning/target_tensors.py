@@ -129,7 +129,7 @@ class TargetNames:
 
     def dropped(self, logical: LogicalTensors) -> Counter[str]:
         """The bytes of tensors that have no place, by rule. Second copies of others are no bytes of their own."""
-        copies = {replica.tensor for replica in logical.replicas}
+        copies = {replica.tensor for replica in logical.replicas if replica.equal}
         nbytes: Counter[str] = Counter()
         computed: dict[int, tuple[str, Computed]] = {}
         for name, rule in self.left.items():

@@ -108,6 +108,10 @@ class Comparer:
                 largest = max(largest, _gap(a[unequal], b[unequal], first.dtype), key=_nan_last)
         return ElementDifference(elements, largest, at) if elements else None
 
+    def differ(self, first: Tensor, second: Tensor) -> bool:
+        """Whether two tensors of the same dtype and shape differ. Reads no further than to the first difference."""
+        return any(not np.array_equal(a, b) for _, a, b in self._windows(first, second))
+
     def gap(
         self, first: Tensor, second: Tensor, *, measure: Distance | None = None
     ) -> RoundingDifference | None:
@@ -207,13 +211,15 @@ def unequal_replicas(replicas: Sequence[Replica], share: ThreadShare) -> list[Pr
 
 
 def _replica_difference(comparer: Comparer, replica: Replica) -> ElementDifference | None:
-    """The difference; without counts if shapes or checksums differ."""
+    """The difference; without counts if shapes or checksums differ, or if the two must differ."""
     first, second = replica.first, replica.second
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return NOT_COUNTED
     ours, theirs = _storage(first), _storage(second)
     if ours and theirs and (ours == theirs or None not in (ours.crc32, theirs.crc32)):
         return None if ours.crc32 == theirs.crc32 else NOT_COUNTED
+    if not replica.equal:
+        return NOT_COUNTED if comparer.differ(first, second) else None
     return comparer.difference(first, second, any_nan=True)
 
 
@@ -231,6 +237,11 @@ def _storage(tensor: Tensor) -> Storage | None:
 def _problem(replica: Replica, different: ElementDifference | None) -> Problem:
     at, count = different.first if different else 0, replica.first.view.numel
     files = [tensor.file_of(at) for tensor in (replica.first, replica.second)]
+    found = None
+    if different and different.elements:
+        found = f"{different.elements} of {count} elements differ, the first is element {at}"
+    elif not different and files[0] != files[1]:
+        found = f"the same values as in {files[0]}"
     return Problem(
         replica.code,
         replica.message,
@@ -238,8 +249,6 @@ def _problem(replica: Replica, different: ElementDifference | None) -> Problem:
         file=files[1],
         rule=replica.rule,
         expected=f"the values in {files[0]}" if different and files[0] != files[1] else None,
-        found=f"{different.elements} of {count} elements differ, the first is element {at}"
-        if different and different.elements
-        else None,
+        found=found,
         remedy=replica.remedy,
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 
 from reshard.algebra.tensors import Replica, Tensor
+from reshard.algebra.views import concat
 from reshard.base.errors import Problem, ReshardError, listed
+from reshard.formats.copied_files import has_checksums, ranks_differ
 from reshard.formats.sharding import CollectedShards, Split, TensorShards
 
 COPY_AGAIN = "copy the files of all ranks again from where they were saved"
@@ -39,7 +42,8 @@ def files_of_ranks(folder: Path, name: re.Pattern[str], count: int | None = None
 class JoinedRanks:
     """The tensors of all ranks: joined as `split_of` says that they are cut, or as each rank has them.
 
-    `replicas` are those that several ranks have; `problems` are files that are those of other ranks.
+    `replicas` are those that several ranks have. Shapes do not show that a file is a copy of another rank's: `problems`
+    has the copies that recorded checksums show, and of files without these, `replicas` has what must differ.
     """
 
     contents: Sequence[Mapping[str, Tensor]]
@@ -60,7 +64,27 @@ class JoinedRanks:
         self.problems += found.copies.problems()
         if misfits := found.misfits(_misfits):
             raise ReshardError(self.problems or misfits)
+        self.replicas += self._told_apart()
         return found.joined()
+
+    def _told_apart(self) -> Iterator[Replica]:
+        """Comparisons of each two ranks by all matrices of one dtype that are cut and have no checksums."""
+        cut = {
+            name: part
+            for name, part in self.contents[0].items()
+            if self.split_of(name) and len(part.shape) > 1 and not has_checksums(part)
+        }
+        first = next(iter(cut), None)
+        if first is None:
+            return
+        names = [name for name, part in cut.items() if part.dtype == cut[first].dtype]
+        ranks = [_in_a_row([content[name] for name in names]) for content in self.contents]
+        for one, other in combinations(ranks, 2):
+            yield ranks_differ(first, one, other)
+
+
+def _in_a_row(parts: Sequence[Tensor]) -> Tensor:
+    return Tensor(parts[0].dtype, concat([part.view.reshape(part.view.numel) for part in parts]))
 
 
 def _misfits(name: str, shards: TensorShards, split: Split) -> Iterator[Problem]:
