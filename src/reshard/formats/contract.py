@@ -17,15 +17,19 @@ from typing import Any
 
 from reshard.algebra.dtypes import DType
 from reshard.algebra.layout import Layout
-from reshard.base.errors import Problem, listed
+from reshard.base.errors import Problem, ReshardError, listed, reading_values
 from reshard.families import live_names
+from reshard.families.config_map import portable_config
 from reshard.families.family import MCORE
 from reshard.families.renaming import Renaming
 from reshard.families.sized_family import Model
+from reshard.folders.companion_names import CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.optimizer import MOMENTS, Adam
 from reshard.formats.options import ConversionOptions
+from reshard.formats.quantization import plain_config, settings_as_told, settings_of
+from reshard.transfer.elements import castable
 from reshard.transfer.memory_budget import NO_NEED, MemoryNeed
 from reshard.transfer.plan import OutputCommand, OutputFile, Planned
 from reshard.transfer.source_files import Sources
@@ -61,7 +65,8 @@ class Request:
     `model` has the sizes of the output, and is None for an undeclared family; `config` is its Hugging Face config.
     `source` is the checkpoint that they are of. `adapter` are the settings of an adapter, None for a model.
     `quantization` are the settings of weights that the plan quantizes. For a target that embeds them, `companions` are
-    the config and the tokenizer of the output, and `name` is that of the model.
+    the config and the tokenizer of the output, and `name` is that of the model. A config inside of a file of the
+    format is `hub_config`.
     """
 
     options: ConversionOptions
@@ -107,6 +112,53 @@ class Request:
         """The model, for a target whose names a family must declare."""
         assert self.model is not None
         return self.model
+
+    @property
+    def hub_config(self) -> dict[str, Any]:
+        """The config.json of the output, which describes quantized weights if it has some, whatever the base says.
+
+        Raises ReshardError if the source has no config.
+        """
+        config, quantization = self.config, self.source.quantization
+        folder = self.source.description.folder
+        if not config:
+            raise ReshardError(
+                "config-not-beside-checkpoint",
+                "config.json not found next to the checkpoint",
+                file=str(folder),
+                rule="the output must load without any other folder",
+                expected="the config.json of the model",
+                found="; ".join(self.source.notes) or None,
+                remedy="pass the Hugging Face folder that training started from: --base DIR",
+            )
+        if quantization is None:
+            config = plain_config(config)
+        elif not settings_of(config) and quantization.settings:
+            config = {**config, "quantization_config": quantization.settings}
+        if self.quantization:
+            config = {**config, **settings_as_told(self.quantization)}
+        table = self.model.family.config if self.model else None
+        with reading_values(folder / CONFIG):
+            return portable_config(self._tied_in_all(config), self._computing_dtype, table)
+
+    def _tied_in_all(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """For transformers 4, which asks the config of the language model whether the head is tied and not stored."""
+        text = config.get("text_config")
+        has_head = any(tensor.name.endswith(HEAD) for tensor in self.tensors)
+        if config.get("tie_word_embeddings") is not True or not isinstance(text, dict) or has_head:
+            return config
+        return {**config, "text_config": {**text, "tie_word_embeddings": True}}
+
+    @property
+    def _computing_dtype(self) -> str:
+        """The model's dtype in config.json; of a quantized model that of its other weights, in which it computes."""
+        quantization = self.source.quantization
+        if quantization is None and self.quantization is None:
+            return self.main_dtype
+        declared = self.config.get("dtype") or self.config.get("torch_dtype")
+        scales = quantization.beside if quantization else ()
+        others = [each for each in self.tensors if castable(each.dtype) and each.name not in scales]
+        return str(declared) if declared else main_dtype(others or self.tensors)
 
     def name_of(self, plain: str) -> str:
         """The name on the Hub, or in a live model, of the tensor that a plain language model calls `plain`."""

@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import cells_under
-from reshard.base.errors import Problem, ReshardError, reading_values
+from reshard.base.errors import Problem
 from reshard.base.plain_json import to_json
-from reshard.families.config_map import portable_config
 from reshard.folders import companion_names, companions
 from reshard.folders.allowed_paths import belongs
 from reshard.folders.companions import check_companions, companion_copy
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import HEAD, CheckpointKind, Format, Request, main_dtype
+from reshard.formats.contract import CheckpointKind, Format, Request
 from reshard.formats.options import ConversionOptions
-from reshard.formats.quantization import plain_config, settings_as_told, settings_of
 from reshard.stores import as_path, homes_of
-from reshard.transfer.elements import castable
 from reshard.transfer.plan import OutputFile
 from reshard.version import __version__
 
@@ -96,7 +93,7 @@ def embedding(checkpoint: Checkpoint, request: Request, available: companions.Co
         contents[CARD] = checkpoint.sources.read(card)
     if request.options.no_tokenizer:
         contents = {name: content for name, content in contents.items() if name in (GENERATION, CARD)}
-    contents[companion_names.CONFIG] = _config(checkpoint, request)
+    contents[companion_names.CONFIG] = to_json(request.hub_config)
     return replace(request, companions=contents, name=folder.absolute().name)
 
 
@@ -112,54 +109,10 @@ def companion_files(
     if request.adapter is not None:
         left = {companion_names.CONFIG, GENERATION}
     else:
-        yield OutputFile.of_bytes(companion_names.CONFIG, _config(checkpoint, request))
+        yield OutputFile.of_bytes(companion_names.CONFIG, to_json(request.hub_config))
     for name, file in sorted(available.files.items()):
         if name not in left:
             yield companion_copy(name, file, checkpoint.sources)
-
-
-def _config(checkpoint: Checkpoint, request: Request) -> bytes:
-    """The config.json, with quantization settings if and only if the weights are quantized, whatever the base has."""
-    config, quantization = request.config, checkpoint.quantization
-    if not config:
-        raise ReshardError(
-            "config-not-beside-checkpoint",
-            "config.json not found next to the checkpoint",
-            file=str(checkpoint.description.folder),
-            rule="the output must load without any other folder",
-            expected="the config.json of the model",
-            found="; ".join(checkpoint.notes) or None,
-            remedy="pass the Hugging Face folder that training started from: --base DIR",
-        )
-    if quantization is None:
-        config = plain_config(config)
-    elif not settings_of(config) and quantization.settings:
-        config = {**config, "quantization_config": quantization.settings}
-    if request.quantization:
-        config = {**config, **settings_as_told(request.quantization)}
-    config = _tied_in_all(config, request)
-    table = request.model.family.config if request.model else None
-    with reading_values(checkpoint.description.folder / companion_names.CONFIG):
-        return to_json(portable_config(config, _computing_dtype(checkpoint, request), table))
-
-
-def _tied_in_all(config: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
-    """The same, if the head is tied and not stored, for transformers 4, which asks the config of the language model."""
-    text = config.get("text_config")
-    has_head = any(tensor.name.endswith(HEAD) for tensor in request.tensors)
-    if config.get("tie_word_embeddings") is not True or not isinstance(text, dict) or has_head:
-        return config
-    return {**config, "text_config": {**text, "tie_word_embeddings": True}}
-
-
-def _computing_dtype(checkpoint: Checkpoint, request: Request) -> str:
-    """The model's dtype in config.json: for a quantized model the dtype of its other weights, in which it computes."""
-    if checkpoint.quantization is None and request.quantization is None:
-        return request.main_dtype
-    declared = request.config.get("dtype") or request.config.get("torch_dtype")
-    scales = checkpoint.quantization.beside if checkpoint.quantization else ()
-    others = [each for each in request.tensors if castable(each.dtype) and each.name not in scales]
-    return str(declared) if declared else main_dtype(others or request.tensors)
 
 
 def facts(
