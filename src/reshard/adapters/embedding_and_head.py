@@ -43,7 +43,7 @@ class MeanRows(Computed):
         self._row: np.ndarray[Any, Any] | None = None
         self._lock = Lock()
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         columns = self.inputs[0].shape[1]
         return count * 4 + columns * 4 * READ_BYTES_EACH + max(READ_ELEMENTS, columns) * READ_BYTES_EACH
 

@@ -79,7 +79,7 @@ class MergedWeight(Computed):
     def few(self) -> int:
         return self._step * self._base.shape[1]
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         rows, columns = self._base.shape
         left, right, magnitude = self._delta.left, self._delta.right, self._delta.magnitude
         tall = min(rows, self._step)
@@ -168,7 +168,7 @@ class ShiftedBias(Computed):
         self.inputs = (base, bias)
         self._scale = np.float32(scale)
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         return count * (3 * READ_BYTES_EACH + CAST_BYTES_EACH)
 
     def values(self, begin: int, end: int, read: InputReader) -> Floats:

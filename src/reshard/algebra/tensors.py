@@ -26,7 +26,7 @@ class Computed(ABC):
     """Elements that are computed from others, such as the sum of a weight and an adapter: a source like `Cells`.
 
     This is the only operation besides re-indexing. `inputs` are everything it reads, so that plan and audit can follow
-    it, and `room` is the memory it needs, so that memory is limited before any is allocated.
+    it, and `memory_for` says how many bytes it needs, so that memory is limited before any is allocated.
     """
 
     dtype: DType
@@ -39,7 +39,7 @@ class Computed(ABC):
         """Raw elements `begin` to `end`, in row-major order; `read` returns those of an input."""
 
     @abstractmethod
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         """Most bytes of the arrays needed to compute `count` contiguous elements.
 
         The data read and the result count; what computing the inputs needs does not.
@@ -51,9 +51,9 @@ class Computed(ABC):
         return MIN_READ_ELEMENTS
 
     @cached_property
-    def least(self) -> int:
-        """The least bytes for computing anything: room for `few` elements, and for computing their inputs."""
-        return self.room(self.few) + max(least_room(tensor.view) for tensor in self.inputs)
+    def least_memory(self) -> int:
+        """Fewest bytes for computing anything: memory for `few` elements, and for computing their inputs."""
+        return self.memory_for(self.few) + max(least_memory(tensor.view) for tensor in self.inputs)
 
     def runs(self, begin: int, count: int, step: int, length: int, read: InputReader) -> np.ndarray[Any, Any]:
         """Raw elements of `count` runs of `length`, each `step` after the one before: some columns of a matrix.
@@ -64,9 +64,9 @@ class Computed(ABC):
         strides = (step * span.itemsize, span.itemsize)
         return as_strided(span, (count, length), strides).flatten()
 
-    def room_of_runs(self, count: int, step: int, length: int) -> int:
-        """The `room` of `count` runs: a source that overrides `runs` needs less."""
-        return self.room((count - 1) * step + length) + count * length * self.dtype.itemsize
+    def memory_for_runs(self, count: int, step: int, length: int) -> int:
+        """Most bytes of the arrays needed for `count` runs of `length`; a source that overrides `runs` needs fewer."""
+        return self.memory_for((count - 1) * step + length) + count * length * self.dtype.itemsize
 
 
 MIN_READ_ELEMENTS = 1 << 14
@@ -124,9 +124,11 @@ def cells_under(piece: Piece) -> Iterator[Cells]:
             yield from cells_of(tensor.view)
 
 
-def least_room(view: View) -> int:
-    """The least bytes for computing the elements of a view; 0 if all of them are stored."""
-    return max([each.source.least for each in view.pieces if isinstance(each.source, Computed)], default=0)
+def least_memory(view: View) -> int:
+    """Fewest bytes for computing the elements of a view; 0 if all of them are stored."""
+    return max(
+        [each.source.least_memory for each in view.pieces if isinstance(each.source, Computed)], default=0
+    )
 
 
 class InputReader(Protocol):

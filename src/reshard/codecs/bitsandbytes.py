@@ -43,7 +43,7 @@ class LookedUpWeight(Computed):
         floats *= scales[begin - low * self._size : end - low * self._size]
         return read.cast(floats.view(np.uint32), FLOAT32, self.dtype)
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         return count * (12 + CAST_BYTES_EACH) + (self._size + self._nested) * 24 + (1 << 14)
 
     def _scales(self, low: int, high: int, read: InputReader) -> Floats:
@@ -65,7 +65,7 @@ class RowwiseWeight(Computed):
     def __init__(self, packed: Tensor, largest: Tensor, wanted: DType) -> None:
         self.dtype, self.inputs = wanted, (packed, largest)
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         return count * (12 + CAST_BYTES_EACH) + 16 * self.inputs[0].shape[1]
 
     def values(self, begin: int, end: int, read: InputReader) -> Floats:

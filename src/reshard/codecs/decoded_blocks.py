@@ -72,12 +72,12 @@ class WeightArithmetic:
         items: Floats = table.view(f"u{4 * table.shape[1]}")[:, 0]
         return items
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         """Bytes needed to compute `count` elements."""
         columns = self.blocks.columns
-        return self.room_of_rows(count // columns + 2, columns) + count * self.dtype.itemsize
+        return self.memory_for_rows(count // columns + 2, columns) + count * self.dtype.itemsize
 
-    def room_of_rows(self, rows: int, columns: int) -> int:
+    def memory_for_rows(self, rows: int, columns: int) -> int:
         """Bytes needed to compute parts of some rows, without the result."""
         blocks = self.blocks
         read = rows * (columns * self.items // blocks.columns + 1) * self.packed.itemsize
@@ -88,9 +88,9 @@ class WeightArithmetic:
         return read + rows * (columns * self.dtype.itemsize + 24) + step
 
     @cached_property
-    def least(self) -> int:
-        """The value of `DequantizedWeight.least` for each weight."""
-        return self.room(MIN_READ_ELEMENTS)
+    def least_memory(self) -> int:
+        """The value of `DequantizedWeight.least_memory` for each weight."""
+        return self.memory_for(MIN_READ_ELEMENTS)
 
 
 class DequantizedWeight(Computed):
@@ -114,18 +114,20 @@ class DequantizedWeight(Computed):
         out = self._computed(packed, first, last, slice(0, columns), read)
         return out.reshape(-1)[begin - first * columns : end - first * columns]
 
-    def room(self, count: int) -> int:
-        return self._arithmetic.room(count)
+    def memory_for(self, count: int) -> int:
+        return self._arithmetic.memory_for(count)
 
     @property
-    def least(self) -> int:  # the inputs are stored and need no memory to compute
-        return self._arithmetic.least
+    def least_memory(self) -> int:  # the inputs are stored and need no memory to compute
+        return self._arithmetic.least_memory
 
-    def room_of_runs(self, count: int, step: int, length: int) -> int:
+    def memory_for_runs(self, count: int, step: int, length: int) -> int:
         columns, unit = self._blocks.columns, self._unit
         if step != columns or length + 2 * unit > columns:
-            return super().room_of_runs(count, step, length)
-        return self._arithmetic.room_of_rows(count, length + 2 * unit) + count * length * self.dtype.itemsize
+            return super().memory_for_runs(count, step, length)
+        return (
+            self._arithmetic.memory_for_rows(count, length + 2 * unit) + count * length * self.dtype.itemsize
+        )
 
     @property
     def _blocks(self) -> BlockGrid:

@@ -100,7 +100,7 @@ class _QuantizedPart(Computed):
             raise not_finite(self._name, self.inputs[0], "MXFP4")
         return raw, begin, floats
 
-    def _room(self, scales: int, rows: int) -> int:
+    def _memory_for_rows(self, scales: int, rows: int) -> int:
         """Bytes needed to read `rows` rows at a time, and to compute `scales` rows of scales."""
         blocks = self._blocks
         read = rows * blocks.columns * self.inputs[0].dtype.itemsize
@@ -119,11 +119,11 @@ class QuantizedScales(_QuantizedPart):
         blocks = self._blocks
         return max(blocks.across, READ_ELEMENTS // 4 // (blocks.tall * blocks.wide))
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         blocks = self._blocks
         scales = count // blocks.across + 2
         rows = min(scales * blocks.tall, max(READ_ELEMENTS // blocks.columns, blocks.tall))
-        return self._room(scales, rows) + count * self.dtype.itemsize
+        return self._memory_for_rows(scales, rows) + count * self.dtype.itemsize
 
     def values(self, begin: int, end: int, read: InputReader) -> Floats:
         across = self._blocks.across
@@ -148,11 +148,13 @@ class QuantizedValues(_QuantizedPart):
     def few(self) -> int:
         return max(MIN_READ_ELEMENTS, self._blocks.tall * self._blocks.columns)
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         blocks = self._blocks
         rows = count * self._method.packed // blocks.columns + 2
         return (
-            self._room(blocks.scales_of(rows), rows + 2 * blocks.tall) + rows * (blocks.columns + 24) + count
+            self._memory_for_rows(blocks.scales_of(rows), rows + 2 * blocks.tall)
+            + rows * (blocks.columns + 24)
+            + count
         )
 
     def values(self, begin: int, end: int, read: InputReader) -> Floats:

@@ -71,7 +71,7 @@ class BlockBytes(Computed):
         self.inputs = (Tensor(FLOAT32, tensor.view),)
         self._name, self._kind = name, kind
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         elements = (count // self._kind.nbytes + 2) * self._kind.elements
         return 4 * elements + 2 * count + min(elements, STEP_ELEMENTS) * BYTES_EACH
 
@@ -98,7 +98,7 @@ class BlockElements(Computed):
         self.inputs = (stored,)
         self._kind = kind
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         blocks = count // self._kind.elements + 2
         elements = blocks * self._kind.elements
         return blocks * self._kind.nbytes + 4 * elements + min(elements, STEP_ELEMENTS) * BYTES_EACH
@@ -126,7 +126,7 @@ class RepackedMxfp4(Computed):
     def __init__(self, packed: Tensor, scales: Tensor) -> None:
         self.inputs = (packed, scales)
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         return (count // MXFP4.nbytes + 2) * 120
 
     def values(self, begin: int, end: int, read: InputReader) -> Array:

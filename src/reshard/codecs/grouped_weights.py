@@ -112,16 +112,16 @@ class GroupedWeight(Computed):
     def few(self) -> int:
         return max(MIN_READ_ELEMENTS, self._bits.each * self._columns)
 
-    def room(self, count: int) -> int:
-        return self._room(count // self._columns + 2, self._columns)
+    def memory_for(self, count: int) -> int:
+        return self._memory_for_rows(count // self._columns + 2, self._columns)
 
-    def room_of_runs(self, count: int, step: int, length: int) -> int:
+    def memory_for_runs(self, count: int, step: int, length: int) -> int:
         each = self._bits.each
         if step != self._columns or length + 2 * each > step:
-            return super().room_of_runs(count, step, length)
-        return self._room(count, length + 2 * each) + count * length * self.dtype.itemsize
+            return super().memory_for_runs(count, step, length)
+        return self._memory_for_rows(count, length + 2 * each) + count * length * self.dtype.itemsize
 
-    def _room(self, rows: int, columns: int) -> int:
+    def _memory_for_rows(self, rows: int, columns: int) -> int:
         groups, rows = self.inputs[2].shape[0], rows + 2 * self._bits.each * self._packing.by_rows
         used = groups if len(self.inputs) > 3 else min(groups, rows // self._size + 2)
         wide = 16 if self._bits.items > 1 else 0

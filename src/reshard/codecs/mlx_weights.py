@@ -48,7 +48,7 @@ class MlxWeight(Computed):
         self.dtype = parts.scales.dtype if parts.biases else BFLOAT16
         self._settings = settings
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         settings = self._settings
         groups = count // settings.group + 2
         read = groups * (4 * settings.items + 16)
@@ -99,7 +99,7 @@ class _AffinePart(Computed):
     def few(self) -> int:
         return max(1, MIN_READ_ELEMENTS // self._settings.group) * self.per_group
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         groups = count // self.per_group + 2
         elements = groups * self._settings.group
         return (

@@ -45,7 +45,7 @@ class GlobalScale(Computed):
     def few(self) -> int:
         return 1
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         return READ_ELEMENTS * 3 * max(tensor.dtype.itemsize for tensor in self.inputs) + 4096
 
     def values(self, begin: int, end: int, read: InputReader) -> Floats:
@@ -103,7 +103,7 @@ class _Nvfp4Part(Computed):
             raw = read(weight, low * columns, high * columns).reshape(high - low, columns)
             yield low - first, raw
 
-    def _room(self, rows: int) -> int:
+    def _memory_for_rows(self, rows: int) -> int:
         columns = self._blocks.columns
         return rows * columns + max(STEP_ELEMENTS, columns) * 64 + 4096
 
@@ -117,8 +117,8 @@ class Nvfp4Scales(_Nvfp4Part):
 
     dtype = FP8
 
-    def room(self, count: int) -> int:
-        return self._room(count // self._blocks.across + 2)
+    def memory_for(self, count: int) -> int:
+        return self._memory_for_rows(count // self._blocks.across + 2)
 
     def values(self, begin: int, end: int, read: InputReader) -> Floats:
         across, outer = self._blocks.across, read(self.inputs[1], 0, 1).view(np.float32)
@@ -134,8 +134,8 @@ class Nvfp4Values(_Nvfp4Part):
 
     dtype = UINT8
 
-    def room(self, count: int) -> int:
-        return self._room(2 * count // self._blocks.columns + 2)
+    def memory_for(self, count: int) -> int:
+        return self._memory_for_rows(2 * count // self._blocks.columns + 2)
 
     def values(self, begin: int, end: int, read: InputReader) -> Floats:
         items, outer = self._blocks.columns // 2, read(self.inputs[1], 0, 1).view(np.float32)

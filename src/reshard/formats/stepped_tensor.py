@@ -30,7 +30,7 @@ class SteppedTensor(Computed):
         self.step = step
         self.dtype = FLOAT64 if step.plus else FLOAT32
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         return 40 * count  # three arrays of float64, the input, and its conversion to float64
 
     def values(self, begin: int, end: int, read: InputReader) -> np.ndarray[Any, Any]:

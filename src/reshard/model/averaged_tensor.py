@@ -36,7 +36,7 @@ class AveragedTensor(Computed):
         self.inputs = tuple(Tensor(FLOAT32, tensor.view) for tensor in tensors)
         self._weights = [np.float64(np.float32(weight)) for weight in weights]
 
-    def room(self, count: int) -> int:
+    def memory_for(self, count: int) -> int:
         return 2 * count * FLOAT32.itemsize + min(count, BLOCK_ELEMENTS) * (
             BLOCK_BYTES_EACH + CAST_BYTES_EACH
         )
@@ -49,8 +49,8 @@ class AveragedTensor(Computed):
         inputs = [Tensor(FLOAT32, some.through(lambda _, view=each.view: view)) for each in self.inputs]  # type: ignore[misc]
         return self._summed(inputs, 0, count * length, read)
 
-    def room_of_runs(self, count: int, step: int, length: int) -> int:
-        return self.room(count * length)
+    def memory_for_runs(self, count: int, step: int, length: int) -> int:
+        return self.memory_for(count * length)
 
     def _summed(self, inputs: Sequence[Tensor], begin: int, end: int, read: InputReader) -> Floats:
         total = np.zeros(end - begin, np.float32)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from typing import NamedTuple
 
 from reshard.algebra.dtypes import DType
-from reshard.algebra.tensors import Tensor, least_room
+from reshard.algebra.tensors import Tensor, least_memory
 from reshard.algebra.views import View
 from reshard.codecs.block_grid import Floats
 from reshard.codecs.nvfp4 import BLOCK_ELEMENTS, FLOAT32, FP8, UINT8, GlobalScale, Nvfp4Scales, Nvfp4Values
@@ -49,7 +49,7 @@ class Nvfp4(NamedTuple):
     def need(self, names: Mapping[tuple[DType, tuple[int, ...]], str]) -> MemoryNeed:
         """The least memory for quantizing weights; `names` has an example name for each dtype and shape."""
         return most(
-            MemoryNeed(least_room(part.view), name)
+            MemoryNeed(least_memory(part.view), name)
             for (kind, shape), name in names.items()
             for part in self.parts(name, Tensor(kind, View.of(None, *shape)))
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
-from reshard.algebra.tensors import Tensor, least_room
+from reshard.algebra.tensors import Tensor, least_memory
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError, listed
 from reshard.codecs.encoded_blocks import (
@@ -55,7 +55,7 @@ class QuantizedStorage(NamedTuple):
     def need(self, names: Mapping[tuple[DType, tuple[int, ...]], str]) -> MemoryNeed:
         """The least memory for quantizing weights; `names` has an example name for each dtype and shape."""
         return most(
-            MemoryNeed(least_room(part.view), name)
+            MemoryNeed(least_memory(part.view), name)
             for (dtype, shape), name in names.items()
             for part in self.parts(name, Tensor(dtype, View.of(None, *shape)))
         )

@@ -78,9 +78,9 @@ class Gatherer:
         packed, length, repeats = _packed(piece, 0)
         is_runs = len(repeats) == 1
         # Half of the limit is for the inputs, unless either half needs more; so all of `least` fits.
-        few = source.room(source.few)
-        most = max(few, min(limit // 2, limit - (source.least - few)))
-        memory = source.room_of_runs(*repeats[0][:2], length) if is_runs else source.room(count)
+        few = source.memory_for(source.few)
+        most = max(few, min(limit // 2, limit - (source.least_memory - few)))
+        memory = source.memory_for_runs(*repeats[0][:2], length) if is_runs else source.memory_for(count)
         if source.dtype != dtype:
             memory += packed.numel * CAST_BYTES_EACH
         if packed.numel > source.few and memory > most:

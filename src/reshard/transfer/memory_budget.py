@@ -1,8 +1,8 @@
 """The memory of a run: the plan comes first, and threads divide what is left of `--memory`.
 
 Every array that grows with a tensor is one of: the window of a file (`batch`), what a `Gatherer` reads to pick from,
-and what a `Computed` declares that it takes (`room`). Each has its part of a thread's share, so their sum is less than
-the limit. The memory of a plan is measured, since it consists of Python objects.
+and the memory that a `Computed` declares (`memory_for`). Each has its part of a thread's share, so their sum is less
+than the limit. The memory of a plan is measured, since it consists of Python objects.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MemoryNeed(NamedTuple):
     def of(tensors: Mapping[str, Tensor]) -> MemoryNeed:
         """The largest need of some tensors."""
         return most(
-            MemoryNeed(piece.source.least, name)
+            MemoryNeed(piece.source.least_memory, name)
             for name, tensor in tensors.items()
             for piece in tensor.view.pieces
             if isinstance(piece.source, Computed)

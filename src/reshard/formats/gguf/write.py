@@ -243,8 +243,8 @@ class GgufWriting(Writing):
         """The memory that computing blocks takes."""
         kinds = {each.kind for each in self.tensors.values() if each.kind not in DTYPES}
         nothing = Tensor(DTYPES[F32], View((0,), ()))
-        rooms = [(source := BlockBytes("", nothing, kind)).room(source.few) for kind in kinds]
-        return MemoryNeed(max(rooms), None) if rooms else NO_NEED
+        needs = [(source := BlockBytes("", nothing, kind)).memory_for(source.few) for kind in kinds]
+        return MemoryNeed(max(needs), None) if needs else NO_NEED
 
     def files(self) -> list[OutputFile]:
         """One file, or several of at most the size that users ask for, as `GGUFWriter` divides them."""

@@ -88,7 +88,7 @@ class MlxWriting(Writing):
         settings = METHODS[self.request.options.quantize]
         nothing = Tensor(self.request.tensors[0].dtype, View((0,), ()))
         sources = (AffineItems("", nothing, each) for each in (settings, FINER_SETTINGS))
-        return MemoryNeed(max(source.room(source.few) for source in sources) + (1 << 20), None)
+        return MemoryNeed(max(source.memory_for(source.few) for source in sources) + (1 << 20), None)
 
     def notes(self) -> list[str]:
         """What mlx-lm casts, rounds and quantizes."""
