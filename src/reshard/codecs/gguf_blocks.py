@@ -58,8 +58,8 @@ def check_package() -> None:
 def _call(function: str, kind: TensorType, blocks: Array) -> Array:
     constants, quants = _package()
     with np.errstate(all="ignore"):  # NaN and Inf are reported by name
-        found: Array = getattr(quants, function)(blocks, constants.GGMLQuantizationType[kind.name])
-    return found
+        converted: Array = getattr(quants, function)(blocks, constants.GGMLQuantizationType[kind.name])
+    return converted
 
 
 class BlockBytes(Computed):

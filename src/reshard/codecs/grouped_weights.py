@@ -89,8 +89,8 @@ class BitPacking(NamedTuple):
             pairs = raw.astype(np.uint64)
             pairs[..., :-1] |= pairs[..., 1:] << np.uint64(32)
             raw = pairs[..., at // 32]
-        found: Floats = (raw >> (at % 32).astype(raw.dtype) & ((1 << self.bits) - 1)).astype(np.uint32)
-        return found
+        values: Floats = (raw >> (at % 32).astype(raw.dtype) & ((1 << self.bits) - 1)).astype(np.uint32)
+        return values
 
 
 class GroupedWeight(Computed):

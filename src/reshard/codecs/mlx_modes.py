@@ -75,15 +75,15 @@ class ModeSettings(NamedTuple):
         return f"{self.mode}, {self.bits} bits, groups of {self.group}"
 
 
-def settings_in(told: Mapping[str, Any]) -> ModeSettings:
+def settings_in(config: Mapping[str, Any]) -> ModeSettings:
     """The settings in an object of config.json, in which older versions name no mode. Raises ValueError."""
-    mode = told.get("mode", AFFINE)
+    mode = config.get("mode", AFFINE)
     small = SMALL_FLOAT_MODES.get(str(mode))
     usual = ModeSettings(small.group, small.bits, mode) if small else ModeSettings()
-    found = ModeSettings(told.get("group_size", usual.group), told.get("bits", usual.bits), mode)
-    if [type(each) for each in found] != [int, int, str] or not found.is_known:
-        raise ValueError(f"group_size {found.group}, bits {found.bits}, mode {mode}")
-    return found
+    settings = ModeSettings(config.get("group_size", usual.group), config.get("bits", usual.bits), mode)
+    if [type(each) for each in settings] != [int, int, str] or not settings.is_known:
+        raise ValueError(f"group_size {settings.group}, bits {settings.bits}, mode {mode}")
+    return settings
 
 
 def unpacked(items: Array, bits: int) -> Array:

@@ -59,24 +59,24 @@ class MlxWeight(Computed):
         settings, dtype = self._settings, self.dtype
         group, items = settings.group, settings.items
         first, last = begin // group, -(-end // group)
-        words = read(self.inputs[0], first * items, last * items).reshape(-1, items)
-        beside = [read(tensor, first, last) for tensor in self.inputs[1:]]
+        packed = read(self.inputs[0], first * items, last * items).reshape(-1, items)
+        factors = [read(tensor, first, last) for tensor in self.inputs[1:]]
         out = np.empty((last - first, group), RAW_DTYPES[dtype.itemsize])
         step = max(1, STEP_ELEMENTS // group)
         for low in range(0, last - first, step):
             part = slice(low, low + step)
-            codes = unpacked(words[part], settings.bits)
-            floats = self._floats(codes, [each[part, None] for each in beside])
+            codes = unpacked(packed[part], settings.bits)
+            floats = self._floats(codes, [each[part, None] for each in factors])
             out[part] = read.cast(np.ascontiguousarray(floats).view(np.uint32), FLOAT32, dtype)
         return out.reshape(-1)[begin - first * group : end - first * group]
 
-    def _floats(self, codes: Array, beside: list[Array]) -> Array:
+    def _floats(self, codes: Array, factors: list[Array]) -> Array:
         """Elements that are still to be rounded."""
         if small := SMALL_FLOAT_MODES.get(self._settings.mode):
             with np.errstate(over="ignore", invalid="ignore"):  # reported by name as NaN or Inf
-                found: Array = small.elements[codes] * small.scales[beside[0]]
-            return found
-        scales, biases = (as_float(each, self.dtype).astype(np.float32, copy=False) for each in beside)
+                scaled: Array = small.elements[codes] * small.scales[factors[0]]
+            return scaled
+        scales, biases = (as_float(each, self.dtype).astype(np.float32, copy=False) for each in factors)
         with np.errstate(over="ignore", invalid="ignore"):
             products = codes.astype(np.float32) * scales
             rounded = cast(products.view(np.uint32), FLOAT32, self.dtype, Overflows())
@@ -165,11 +165,11 @@ def dequantized(parts: WeightParts, settings: ModeSettings) -> Tensor:
 def affine(name: str, weight: Tensor, settings: ModeSettings) -> dict[str, Tensor]:
     """The parts of a weight whose last axis the group divides, by what they are called in its module."""
     outer, groups = weight.shape[:-1], weight.shape[-1] // settings.group
-    made = {
+    sources = {
         "weight": (AffineItems(name, weight, settings), groups * settings.items),
         "scales": (AffineScales(name, weight, settings), groups),
         "biases": (AffineBiases(name, weight, settings), groups),
     }
     return {
-        part: Tensor(source.dtype, View.of(source, *outer, size)) for part, (source, size) in made.items()
+        part: Tensor(source.dtype, View.of(source, *outer, size)) for part, (source, size) in sources.items()
     }

@@ -77,9 +77,9 @@ def joined_parts(name: str, parts: list[TensorSlice]) -> Tensor | Problem:
         return first.tensor
     shape = tuple(map(max, zip(*map(_end, parts), strict=True)))
     whole = assemble(shape, [(part.low or (), part.tensor.view) for part in parts])
-    held = sum(part.tensor.view.numel for part in parts)
-    if held != whole.numel or overlaps(whole):
-        return _incomplete(name, shape, held, parts)
+    stored = sum(part.tensor.view.numel for part in parts)
+    if stored != whole.numel or overlaps(whole):
+        return _incomplete(name, shape, stored, parts)
     return Tensor(first.tensor.dtype, whole)
 
 
@@ -112,8 +112,8 @@ def _unlike(name: str, first: Tensor, other: Tensor) -> Problem:
     )
 
 
-def _incomplete(name: str, shape: tuple[int, ...], held: int, parts: list[TensorSlice]) -> Problem:
-    missing = held < prod(shape)
+def _incomplete(name: str, shape: tuple[int, ...], stored: int, parts: list[TensorSlice]) -> Problem:
+    missing = stored < prod(shape)
     return Problem(
         "parts-missing" if missing else "parts-overlap",
         "parts of a tensor are missing" if missing else "parts of a tensor overlap",
@@ -121,7 +121,7 @@ def _incomplete(name: str, shape: tuple[int, ...], held: int, parts: list[Tensor
         file=parts[-1].tensor.file,
         rule="the files of all ranks together have each element of a tensor once",
         expected=f"{prod(shape)} elements of {list(shape)}",
-        found=f"{held} elements in {len(parts)} files",
+        found=f"{stored} elements in {len(parts)} files",
         remedy="copy the files of all ranks (shard-*.safetensors) again from where they were saved",
     )
 

@@ -308,8 +308,8 @@ class FullAttention(ConfigEntry):
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         window, context = config.get("sliding_window", 4096), config.get("max_position_embeddings")
         if window and self._is_windowed(config) and (context is None or window < context):
-            found = f"some layers attend to {window} tokens"
-            yield "sliding_window", f"{found}; Megatron-LM's model of this family attends to all"
+            difference = f"some layers attend to {window} tokens"
+            yield "sliding_window", f"{difference}; Megatron-LM's model of this family attends to all"
 
     def _is_windowed(self, config: Config) -> bool:
         if config.get("layer_types"):
@@ -452,8 +452,8 @@ class SharedExperts(ConfigEntry):
             return {self.key: 0}
         if width % size:
             message = "the shared experts are not a whole number of experts"
-            found = f"moe_shared_expert_intermediate_size={width}, experts of width {size}"
-            raise ReshardError("shared-experts-not-whole", message, rule=RULE, found=found)
+            widths = f"moe_shared_expert_intermediate_size={width}, experts of width {size}"
+            raise ReshardError("shared-experts-not-whole", message, rule=RULE, found=widths)
         return {self.key: width // size}
 
 

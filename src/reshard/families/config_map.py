@@ -94,9 +94,9 @@ class ConfigMap:
             return dict(text)
         before = self.text(config)
         changed = {key: value for key, value in text.items() if before.get(key, UNSET) != value}
-        beside = {key: value for key, value in changed.items() if key in config or key in OF_ALL}
+        outer = {key: value for key, value in changed.items() if key in config or key in OF_ALL}
         own = {key: value for key, value in changed.items() if key in inner or key not in OF_ALL}
-        return {**config, **beside, **_nested(config, self.path, {**inner, **own})}
+        return {**config, **outer, **_nested(config, self.path, {**inner, **own})}
 
     def _inner(self, config: Config) -> Config | None:
         """The config at `path`; None if the config is flat."""

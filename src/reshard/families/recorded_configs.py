@@ -66,12 +66,14 @@ def _rope_differences(expected: Config, config: Config, recorded: Config) -> Ite
     own = _by_layer(_recorded_rope(recorded))
     base = _with_defaults(rope_parameters(config), expected.get(ROPE) or {})
     pairs = [(_by_layer(base)[kind], own[kind]) for kind in _by_layer(base).keys() & own.keys()]
-    for there, each in pairs:
-        if "rope_type" in each and _type(there) != _type(each):
-            yield ConfigDifference("rope_type", _type(there), _type(each), True, {}, WHERE)
+    for theirs, each in pairs:
+        if "rope_type" in each and _type(theirs) != _type(each):
+            yield ConfigDifference("rope_type", _type(theirs), _type(each), True, {}, WHERE)
             return
     if any(
-        there.get(key, each[key]) != each[key] for there, each in pairs for key in each.keys() - {"rope_type"}
+        theirs.get(key, each[key]) != each[key]
+        for theirs, each in pairs
+        for key in each.keys() - {"rope_type"}
     ):
         yield ConfigDifference(ROPE, base, _overlaid(base, own), False, {}, WHERE)
 

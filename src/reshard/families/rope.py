@@ -18,8 +18,8 @@ def rope_parameters(config: Config) -> Values:
     stated = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in stated.values()):
         return stated
-    beside = {**(config.get("rope_parameters") or {}), **config, **stated}
-    base = {key: beside[key] for key in ("rope_theta", PARTIAL_ROTARY_KEY) if beside.get(key) is not None}
+    values = {**(config.get("rope_parameters") or {}), **config, **stated}
+    base = {key: values[key] for key in ("rope_theta", PARTIAL_ROTARY_KEY) if values.get(key) is not None}
     if not base and not stated:
         return {}
     kind = first(stated, ("rope_type", "type"), "default")
@@ -277,8 +277,8 @@ def both_spellings(config: Config) -> Values:
     stated = [*rope.values(), *(config.get("rope_parameters") or {}).values()]
     if "rope_theta" not in rope or any(isinstance(value, Mapping) for value in stated):
         return {}
-    beside = {key: rope[key] for key in ("rope_theta", PARTIAL_ROTARY_KEY) if key in rope}
-    scaling = {key: value for key, value in rope.items() if key not in beside}
+    settings = {key: rope[key] for key in ("rope_theta", PARTIAL_ROTARY_KEY) if key in rope}
+    scaling = {key: value for key, value in rope.items() if key not in settings}
     kind = (config.get("rope_scaling") or {}).get("type", rope["rope_type"])  # keep "mrope"
     legacy = None if scaling == {"rope_type": "default"} else {"type": kind, **scaling}
-    return {"rope_parameters": rope, **beside, "rope_scaling": legacy}
+    return {"rope_parameters": rope, **settings, "rope_scaling": legacy}

@@ -216,8 +216,8 @@ def portable_tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hub_config(
-    beside: Mapping[str, Any] | None, derived: Mapping[str, Any] | None
+    config: Mapping[str, Any] | None, derived: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
     """The config beside weights, unless it is a tool's own, which names no model, and one was `derived` from it."""
-    named = beside and (beside.get("model_type") or beside.get("architectures"))
-    return beside if named or not derived else derived
+    named = config and (config.get("model_type") or config.get("architectures"))
+    return config if named or not derived else derived

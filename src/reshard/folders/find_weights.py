@@ -74,12 +74,12 @@ def _latest_first(children: list[Path], pattern: re.Pattern[str]) -> list[tuple[
     return sorted(numbered, reverse=True)
 
 
-def find_root(root: Path, given: Path) -> Path:
+def find_root(root: Path, typed: Path) -> Path:
     """The folder with config.json: `root` itself, one inside it, or one above it, up to the path that users pass.
 
     verl's Megatron workers save it in `huggingface/` beside `dist_ckpt/`, which users may pass.
     """
-    folder = given if given.is_dir() and given.name != "dist_ckpt" else given.parent
+    folder = typed if typed.is_dir() and typed.name != "dist_ckpt" else typed.parent
     above = [place for place in root.parents if place == folder or folder in place.parents]
     inner = [place / "huggingface" for place in (root, *above)]
     linked = [place for place in inner if place.is_symlink()]  # these lead out of the checkpoint

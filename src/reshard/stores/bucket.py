@@ -38,10 +38,10 @@ class Bucket:
 
     def __init__(self, path: StorePath) -> None:
         self.url = str(path).rstrip("/")
-        there = registry.store_at(self.url)
-        if not isinstance(there, ObjectStore):
+        store = registry.store_at(self.url)
+        if not isinstance(store, ObjectStore):
             raise not_writable(self.url)
-        self._store = there
+        self._store = store
 
     def listing(self) -> dict[str, FileInfo]:
         """All objects, by name."""
@@ -185,16 +185,16 @@ def store_requests(url: str, what: str, kind: StoreKind) -> Iterator[None]:
     except ReshardError as error:
         raise error from error.__cause__ if isinstance(error.__cause__, OSError) else _temporary_cause()
     except Exception as error:
-        found = said(error)
+        answer = said(error)
         if is_denied(error):
             raise ReshardError(
                 "store-access-denied",
                 f"the store does not let this user {what} here",
                 file=url,
-                found=found,
+                found=answer,
                 remedy=kind.sign_in,
             ) from None
-        raise _wrong_answer(url, found) from _temporary_cause()
+        raise _wrong_answer(url, answer) from _temporary_cause()
 
 
 def _wrong_answer(url: str, found: str) -> ReshardError:

@@ -73,20 +73,20 @@ def check_local(text: str) -> None:
 def connect(typed: str) -> str:
     """Have everything below a typed URL listed when it is next asked for. Returns the URL as it may be shown."""
     place = parse_address(typed)
-    made = SCHEMES[place.scheme].containing(place)
+    store = SCHEMES[place.scheme].containing(place)
     with _lock:
-        before = _stores.get(made.url)
-        if before is None or type(before) is not type(made):
-            before = _stores[made.url] = made
+        before = _stores.get(store.url)
+        if before is None or type(before) is not type(store):
+            before = _stores[store.url] = store
         before.begin(place)
     return place.url
 
 
-def replace(made: Store) -> Store | None:
+def replace(store: Store) -> Store | None:
     """Use a store for its URL from now on. Returns the one that was used before."""
     with _lock:
-        before = _stores.get(made.url)
-        _stores[made.url] = made
+        before = _stores.get(store.url)
+        _stores[store.url] = store
         return before
 
 

@@ -99,13 +99,13 @@ def read_errors(url: str, kind: StoreKind) -> Iterator[None]:
         status = status_of(error)
         if status == 404:
             raise FileNotFoundError(2, "No such file or directory", url) from error
-        found = error_text(error)
+        answer = error_text(error)
         if is_denied(error):
             raise ReshardError(
                 "store-read-denied",
                 "the store does not let this user read here",
                 file=url,
-                found=found,
+                found=answer,
                 remedy=kind.sign_in,
             ) from error
         if not (isinstance(error, OSError) or status or _of_package(error)):
@@ -114,7 +114,7 @@ def read_errors(url: str, kind: StoreKind) -> Iterator[None]:
             "store-answer-wrong",
             "the request to the store failed",
             file=url,
-            found=found,
+            found=answer,
             remedy="check the address and the network, then run the same command again",
         ) from error
 

@@ -203,8 +203,8 @@ class WebStore(RemoteStore):
         present = self._existing([root]) if PurePosixPath(root.removeprefix(self.url)).suffix else {}
         folder, _, typed = root.rpartition("/")
         if typed in declared().naming:
-            beside = {*self._names_in(root), *declared().usual}
-            self._outside.update(self._existing(f"{folder}/{name}" for name in beside))
+            siblings = {*self._names_in(root), *declared().usual}
+            self._outside.update(self._existing(f"{folder}/{name}" for name in siblings))
         if present:
             return present
         links = self._links(root, MAX_DEPTH if deep else 1)

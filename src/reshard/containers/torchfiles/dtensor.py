@@ -189,8 +189,8 @@ def _read_mesh(state: dict[str, Any]) -> Mesh:
         f"axis{i}" for i in range(len(shape))
     ]
     ranks = sizes(state.get("_flatten_rank_map", state.get("_flatten_mesh_list")) or ())
-    told = state.get("_rank")
-    rank = None if told is None else sizes((told,))[0]
+    recorded_rank = state.get("_rank")
+    rank = None if recorded_rank is None else sizes((recorded_rank,))[0]
     if rank is None and len(ranks) == prod(shape):
         rank = ranks[_number(coordinate, shape)]
     device = text(state.get("device_type", state.get("_device_type", "cuda")))
@@ -255,7 +255,7 @@ def _check_local(
 ) -> None:
     """Raise ReshardError if the local tensor does not match its placement; an empty one may have lost its shape."""
     expected = tuple(sum(end - begin for begin, end in axis) for axis in axes)
-    found = f"{local.dtype} {list(local.shape)}" if isinstance(local, StoredTensor) else type(local).__name__
+    stored = f"{local.dtype} {list(local.shape)}" if isinstance(local, StoredTensor) else type(local).__name__
     if isinstance(local, StoredTensor):
         fits = local.shape == expected or local.numel == prod(expected) == 0
         if fits and local.dtype == dtype:
@@ -269,7 +269,7 @@ def _check_local(
         file=file,
         rule=spread,
         expected=f"{dtype} {list(expected)}",
-        found=found,
+        found=stored,
         remedy=f"it was changed after it was sharded, or saved while it was gathered: {_SAVE_AGAIN}",
     )
 
@@ -301,13 +301,13 @@ def _chunk(axis: Intervals, parts: int, index: int) -> Intervals:
     """Piece `index` of an axis, cut like `torch.chunk`."""
     step = -(-sum(end - begin for begin, end in axis) // parts)
     low, high = step * index, step * (index + 1)
-    found, at = [], 0
+    intervals, at = [], 0
     for begin, end in axis:
         first, last = max(begin, begin + low - at), min(end, begin + high - at)
         if first < last:
-            found.append((first, last))
+            intervals.append((first, last))
         at += end - begin
-    return found
+    return intervals
 
 
 def _boxes(local: View, axes: Sequence[Intervals]) -> Iterator[PlacedBlock]:

@@ -171,8 +171,8 @@ MAX_RANGE_LENGTH = 1 << 16
 
 
 def _range(*bounds: int) -> Any:
-    made = range(*bounds)
-    return opaque_class("builtins", "range")(*bounds) if made[MAX_RANGE_LENGTH:] else made
+    numbers = range(*bounds)
+    return opaque_class("builtins", "range")(*bounds) if numbers[MAX_RANGE_LENGTH:] else numbers
 
 
 def _path(*parts: str) -> str:
@@ -238,9 +238,9 @@ class _Unpickler(pickle.Unpickler):
         # Protocol 2, which torch writes, uses the names of Python 2.
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         qualname = f"{module}.{name}"
-        made = self._rebuild.get(qualname, _REBUILT.get(qualname))
-        if made is not None:
-            return _made_by(made) if isroutine(made) else made
+        rebuilt = self._rebuild.get(qualname, _REBUILT.get(qualname))
+        if rebuilt is not None:
+            return _made_by(rebuilt) if isroutine(rebuilt) else rebuilt
         if module == "torch" and name in BY_NAME:
             return self._sealed.add(replace(BY_NAME[name]))
         top = module.partition(".")[0]

@@ -64,8 +64,8 @@ def read_dict(
     """The dict in a torch.save file. Raises ReshardError with `message` if it contains something else."""
     content = read_torch_file(path, sources)
     if not isinstance(content, dict):
-        found = type(content).__name__
-        raise ReshardError(code, message, file=str(path), expected=expected, found=found, remedy=remedy)
+        kind = type(content).__name__
+        raise ReshardError(code, message, file=str(path), expected=expected, found=kind, remedy=remedy)
     return content
 
 

@@ -19,11 +19,11 @@ class Variants(ConfigEntry):
 
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         if "model_max_length" in config and "max_position_embeddings" not in config:
-            found = "no max_position_embeddings: attention of this model uses ALiBi"
-            yield "model_max_length", f"{found}, which Megatron-Core does not have"
+            difference = "no max_position_embeddings: attention of this model uses ALiBi"
+            yield "model_max_length", f"{difference}, which Megatron-Core does not have"
         if "z_loss_weight" in config:
-            found = "Baichuan 2 normalises the rows of its head"
-            yield "z_loss_weight", f"{found}; Megatron-Core computes with the head as it is stored"
+            difference = "Baichuan 2 normalises the rows of its head"
+            yield "z_loss_weight", f"{difference}; Megatron-Core computes with the head as it is stored"
 
 
 def rules(dims: Dims) -> Iterator[Rule]:

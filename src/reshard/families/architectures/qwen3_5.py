@@ -34,7 +34,7 @@ def by_kind(parts: Parts) -> Block:
     ]
 
 
-apart, by_head = (partial(hybrid, by_head=each, on_the_hub=by_kind) for each in (False, True))
+by_kind_rules, by_head = (partial(hybrid, by_head=each, on_the_hub=by_kind) for each in (False, True))
 VISION = OuterModel(carried=(CarriedTensors("model.visual.", "visual.visual."),))
 PREDICTED = Key(
     "mtp_num_hidden_layers", "mtp_num_layers", aliases=("num_nextn_predict_layers",), default=0, none=0
@@ -80,4 +80,4 @@ MINICPM_V = replace(
         )
     ),
 )
-QWEN3_5_TEXT = Family("qwen3_5_text", "Qwen3_5ForCausalLM", apart, PLAIN, judged=(MCORE,))
+QWEN3_5_TEXT = Family("qwen3_5_text", "Qwen3_5ForCausalLM", by_kind_rules, PLAIN, judged=(MCORE,))

@@ -107,9 +107,9 @@ def hybrid(
     """
     yield from ends(dims)
     delta, gated = delta_net(dims, by_head, on_the_hub), attention(dims, gates_last=not by_head)
-    apart = moe(dims, shared="shared_expert") if dims.experts else []
-    beside = [rule for rule in apart if not rule.experts]
-    experts = [*beside, *stacked_experts(dims, transposed=False)] if stacked else apart
+    sparse_mlp = moe(dims, shared="shared_expert") if dims.experts else []
+    router_and_shared = [rule for rule in sparse_mlp if not rule.experts]
+    experts = [*router_and_shared, *stacked_experts(dims, transposed=False)] if stacked else sparse_mlp
     for attends, mixer in ((False, delta), (True, gated)):
         for sparse, channels in ((True, experts), (False, mlp(dims))):
             wanted = (not attends, sparse)
@@ -120,7 +120,7 @@ def hybrid(
     if dims.mtp > 1:
         raise ValueError(f"the family has one MTP layer, and the sizes have {dims.mtp}")
     if dims.mtp:
-        block = [*norms(dims), *gated, *(apart or mlp(dims))]
+        block = [*norms(dims), *gated, *(sparse_mlp or mlp(dims))]
         yield from under("mtp.layers.0", "mtp.layers.0.transformer_layer", block)
         yield same("mtp.pre_fc_norm_embedding.weight", "mtp.layers.0.enorm.weight", dims.hidden)
         yield same("mtp.pre_fc_norm_hidden.weight", "mtp.layers.0.hnorm.weight", dims.hidden)
@@ -145,8 +145,12 @@ class DeltaLayers(ConfigEntry):
 
     def to_config(self, args: Args) -> Values:
         freq, layers = first(args, ("linear_attention_freq",), 4), args.get("num_layers", 0)
-        given = {**args, "linear_attention_freq": freq, "experimental_attention_variant": "gated_delta_net"}
-        linear = set(delta_layers(given, layers))
+        arguments = {
+            **args,
+            "linear_attention_freq": freq,
+            "experimental_attention_variant": "gated_delta_net",
+        }
+        linear = set(delta_layers(arguments, layers))
         kinds = ["linear_attention" if layer in linear else "full_attention" for layer in range(layers)]
         return {"layer_types": kinds, **({"full_attention_interval": freq} if isinstance(freq, int) else {})}
 
