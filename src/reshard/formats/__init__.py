@@ -136,16 +136,16 @@ _K_QUANT = re.compile(r"(?i)i?q\d_(k|xs|xxs|s|m|nl)(_\w+)?")
 def writable(name: str) -> Format:
     """The writable format with this name or alias. Raises ReshardError if there is none."""
     plain = name.lower().replace("_", "-")
-    found = next((each for each in FORMATS.values() if plain in each.all_names), None)
-    if found and found.target:
-        return found
-    if found:
+    format = next((each for each in FORMATS.values() if plain in each.all_names), None)
+    if format and format.target:
+        return format
+    if format:
         raise ReshardError(
             "format-only-read",
-            f"{found.name} checkpoints can be read, but not written",
+            f"{format.name} checkpoints can be read, but not written",
             found=f"--to {name}",
             expected=", ".join(written()),
-            remedy=f"pass --to {found.instead}" if found.instead else "choose another format",
+            remedy=f"pass --to {format.instead}" if format.instead else "choose another format",
         )
     known = {alias: each.name for each in FORMATS.values() if each.target for alias in each.all_names}
     raise ReshardError(
@@ -159,9 +159,9 @@ def writable(name: str) -> Format:
 
 def detect(path: Path) -> str | None:
     """The format of the checkpoint at `path`, or None."""
-    found = next((each.name for each in FORMATS.values() if _holds(path, each)), None)
-    if found or not foreign.is_state_dict(path) or _is_part(path):
-        return found
+    name = next((each.name for each in FORMATS.values() if _holds(path, each)), None)
+    if name or not foreign.is_state_dict(path) or _is_part(path):
+        return name
     return huggingface.NAME
 
 
@@ -170,8 +170,8 @@ def _is_part(file: Path) -> bool:
     if state_dict_names.NO_WEIGHTS.search(file.stem):
         return True
     above = [*file.absolute().parents][: not_found.ABOVE]
-    apart = (huggingface.NAME, gguf.FORMAT.name)
-    engines = (each for each in FORMATS.values() if each.name not in apart)
+    without_ranks = (huggingface.NAME, gguf.FORMAT.name)
+    engines = (each for each in FORMATS.values() if each.name not in without_ranks)
     return any(_holds(folder, each) for each in engines for folder in above)
 
 
@@ -214,22 +214,22 @@ def open_checkpoint(
     if format.name == huggingface.NAME and (of_tool := foreign.named_by_a_tool(folder)):
         raise ReshardError(of_tool)
     with reading_values(folder):
-        found = format.open(folder, sources, iteration)
-    root = find_weights.find_root(found.description.folder, path)
-    tokenizers, linked = _without_links(found.description.tokenizers, root, sources)
-    told = [] if folder == path else [f"the weights are in {folder.relative_to(path)}"]
-    tensors = state_dict_names.all_stripped(found.tensors, strip, str(folder))
+        checkpoint = format.open(folder, sources, iteration)
+    root = find_weights.find_root(checkpoint.description.folder, path)
+    tokenizers, linked = _without_links(checkpoint.description.tokenizers, root, sources)
+    location = [] if folder == path else [f"the weights are in {folder.relative_to(path)}"]
+    tensors = state_dict_names.all_stripped(checkpoint.tensors, strip, str(folder))
     return _recognized(
         replace(
-            found,
+            checkpoint,
             sources=sources,
-            description=replace(found.description, folder=root, tokenizers=tokenizers),
+            description=replace(checkpoint.description, folder=root, tokenizers=tokenizers),
             tensors=tensors,
             optimizer=replace(
-                found.optimizer, states=_stripped_states(found.optimizer.states, strip, folder)
+                checkpoint.optimizer, states=_stripped_states(checkpoint.optimizer.states, strip, folder)
             ),
-            problems=[*found.problems, *state_dict_names.wrapper_problems(tensors, str(folder))],
-            notes=[*told, *found.notes, *linked, *_other_weights(found.format, folder)],
+            problems=[*checkpoint.problems, *state_dict_names.wrapper_problems(tensors, str(folder))],
+            notes=[*location, *checkpoint.notes, *linked, *_other_weights(checkpoint.format, folder)],
         ),
         folder,
     )
@@ -292,11 +292,11 @@ def _with_settings_of_modelopt(
 
 
 def _without_links(
-    beside: Iterable[Path], root: Path, sources: Sources
+    folders: Iterable[Path], root: Path, sources: Sources
 ) -> tuple[tuple[Path, ...], list[str]]:
     """The companion folders that are no links, and notes on those that are, and on companions that link elsewhere."""
-    linked = [folder for folder in beside if folder.is_symlink()]
-    kept = tuple(folder for folder in beside if folder not in linked)
+    linked = [folder for folder in folders if folder.is_symlink()]
+    kept = tuple(folder for folder in folders if folder not in linked)
     notes = [note for folder in (*kept, root) for note in companions.links_out_of(folder, sources)]
     return kept, [*companions.links_note(linked), *notes]
 
@@ -320,8 +320,8 @@ def _recognized(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     if tool := foreign.with_names_of_a_tool(folder, checkpoint.tensors, config):
         raise ReshardError(tool)
     config = _with_settings_of_modelopt(config, checkpoint)
-    found, lacking = quantization.find(checkpoint.tensors, config, str(folder))
-    return replace(checkpoint, quantization=found, problems=[*checkpoint.problems, *lacking])
+    quantized, lacking = quantization.find(checkpoint.tensors, config, str(folder))
+    return replace(checkpoint, quantization=quantized, problems=[*checkpoint.problems, *lacking])
 
 
 def _stripped_states(states: States, strip: tuple[str, ...], folder: Path) -> OptimizerStates:

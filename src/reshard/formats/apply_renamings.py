@@ -28,15 +28,15 @@ def to_hub(tensors: Iterable[Planned], rules: Rules, config: Mapping[str, Any]) 
 
     Raises ReshardError if the tensors do not fit the rules.
     """
-    given, saving = list(tensors), saved(rules)
-    as_hub = _tried(given, saving, config, to_memory=False)
-    if as_hub is not None and _names(as_hub) == _names(given):
-        return given
-    if as_hub is not None and _are(_tried(as_hub, rules, config), given):
+    originals, saving = list(tensors), saved(rules)
+    as_hub = _tried(originals, saving, config, to_memory=False)
+    if as_hub is not None and _names(as_hub) == _names(originals):
+        return originals
+    if as_hub is not None and _are(_tried(as_hub, rules, config), originals):
         return as_hub
-    loaded = applied(given, rules, config)
-    again = applied(loaded, saving, config, to_memory=False)
-    return given if _are(again, given) else again
+    loaded = applied(originals, rules, config)
+    renamed = applied(loaded, saving, config, to_memory=False)
+    return originals if _are(renamed, originals) else renamed
 
 
 def on_hub(tensors: Mapping[str, Tensor], rules: Rules, config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -45,8 +45,8 @@ def on_hub(tensors: Mapping[str, Tensor], rules: Rules, config: Mapping[str, Any
     Raises ReshardError if the tensors do not fit the rules.
     """
     named = [Planned.of(name, each) for name, each in tensors.items()]
-    found = applied(named, saved(rules), config, to_memory=False)
-    return {each.name: Tensor(each.dtype, each.source()) for each in found}
+    renamed = applied(named, saved(rules), config, to_memory=False)
+    return {each.name: Tensor(each.dtype, each.source()) for each in renamed}
 
 
 def _tried(
@@ -88,13 +88,13 @@ def applied(
     def renamed(name: str) -> str:
         return renaming(name).name
 
-    found: list[tuple[int, str, Planned]] = []
+    positioned: list[tuple[int, str, Planned]] = []
     groups: dict[tuple[str, int], _ConversionInputs] = {}
     for position, tensor in enumerate(ordered):
         name = renamed(tensor.name) if to_memory else tensor.name
         hit = converting(name)
         if hit.rule is None:
-            found.append((position, name if to_memory else renamed(name), tensor))
+            positioned.append((position, name if to_memory else renamed(name), tensor))
             continue
         group = groups.setdefault((hit.name, hit.rule), _ConversionInputs(position, {}))
         group.tensors.setdefault(converters[hit.rule].patterns[hit.pattern], []).append(tensor)
@@ -102,21 +102,21 @@ def applied(
     for (name, at), group in groups.items():
         rule = converters[at]
         try:
-            made = convert(
+            converted = convert(
                 group.tensors, rule.operations, OperationContext(rule.patterns, rule.replacements, config)
             )
         except UnfitError as why:
             problems.append(why.problem(name))
             continue
-        found += [
+        positioned += [
             (group.position, new if to_memory else renamed(new), tensor)
-            for new, tensor in _expanded(name, made)
+            for new, tensor in _expanded(name, converted)
         ]
     raise_all(problems)
-    found.sort(key=lambda each: each[0])
+    positioned.sort(key=lambda each: each[0])
     return [
         *under_new_names(
-            (tensor.name, name, tensor._replace(name=name)) for _, name, tensor in found
+            (tensor.name, name, tensor._replace(name=name)) for _, name, tensor in positioned
         ).values()
     ]
 
@@ -169,10 +169,10 @@ class _SameForExperts:
         like, expert = _like(name)
         if not expert:
             return self._function(name)
-        found = self._known.get(like)
-        if found is None:
-            found = self._known[like] = self._function(like)
-        return found._replace(name=found.name.replace(_ANY, expert))
+        match = self._known.get(like)
+        if match is None:
+            match = self._known[like] = self._function(like)
+        return match._replace(name=match.name.replace(_ANY, expert))
 
 
 def _like(name: str) -> tuple[str, str]:
@@ -185,12 +185,12 @@ _EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
 _ANY = "7000000000"
 
 
-def _expanded(name: str, made: Tensors) -> Iterator[tuple[str, Planned]]:
+def _expanded(name: str, converted: Tensors) -> Iterator[tuple[str, Planned]]:
     """Names in full: of the patterns, the one that is part of `name` tells what is before and after it."""
     full = name.replace("*.", "0.")
-    inner = next((key for key in made if key in full), None)
+    inner = next((key for key in converted if key in full), None)
     before, _, after = full.partition(inner) if inner is not None else ("", "", "")
-    for key, (tensor,) in made.items():
+    for key, (tensor,) in converted.items():
         yield before + key + after, tensor
 
 

@@ -255,8 +255,8 @@ def recognized(path: Path) -> Problem | None:
         kind = _kind_of(path) if path.is_file() else None
         return problem(kind, path) if kind else None
     children = sorted(path.iterdir())[:MAX_FILES]
-    found = ((kind, child) for child in children if child.is_file() and (kind := _kind_of(child)))
-    return next((problem(kind, child) for kind, child in found), None)
+    foreign_files = ((kind, child) for child in children if child.is_file() and (kind := _kind_of(child)))
+    return next((problem(kind, child) for kind, child in foreign_files), None)
 
 
 def in_archive(path: Path) -> Path:
@@ -287,11 +287,11 @@ def with_names_of_a_tool(
     The Hub has Mistral Large 4 under such names: those that transformers renames, for the model of `config`, are its.
     """
     those = filter(_ANY_TENSOR.fullmatch, tensors)
-    found = [
+    signs = [
         (tensor, kind) for tensor in those for pattern, kind in SIGNS_OF_TENSORS if pattern.fullmatch(tensor)
     ]
-    rules = renamings(config) if found and config else ()
-    others = (kind for name, kind in found if all(rule.applied(name).name == name for rule in rules))
+    rules = renamings(config) if signs and config else ()
+    others = (kind for name, kind in signs if all(rule.applied(name).name == name for rule in rules))
     return next((problem(kind, path) for kind in others), None)
 
 
@@ -332,7 +332,7 @@ def _kind_of(path: Path) -> ForeignKind | None:
     is_zip = begin.startswith(_ZIP)
     member = begin[30 : 30 + int.from_bytes(begin[26:28], "little")] if is_zip else b""
     end = _end(path) if is_zip else b""
-    found = (
+    kinds = (
         sign.kind
         for sign in SIGNS
         if re.fullmatch(sign.name, path.name)
@@ -342,7 +342,7 @@ def _kind_of(path: Path) -> ForeignKind | None:
         and sign.directory in end
         and (not sign.tar or _is_tar(begin))
     )
-    return next(found, None)
+    return next(kinds, None)
 
 
 def _is_tar(begin: bytes) -> bool:

@@ -80,12 +80,12 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 def _read_all(files: Iterable[Path], sources: Sources, problems: list[Problem]) -> dict[str, Tensor]:
     """The tensors of all files; adds to `problems` those of files, and of tensors that are in several."""
-    found: dict[str, list[distributed_safetensors.TensorSlice]] = defaultdict(list)
+    parts: dict[str, list[distributed_safetensors.TensorSlice]] = defaultdict(list)
     for file in files:
         for name, part in _parts_in(file, sources, problems).items():
-            found[name].append(part)
+            parts[name].append(part)
     tensors = {}
-    for name, each in found.items():
+    for name, each in parts.items():
         match distributed_safetensors.joined_parts(name, each):
             case Tensor() as tensor:
                 tensors[name] = tensor

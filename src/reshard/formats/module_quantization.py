@@ -98,17 +98,19 @@ class QuantizationSettings:
         exact, patterns, _ = self._groups
         if self._excluded.has(module):
             return None
-        return exact.get(module) or next((told for names, told in patterns if names.has(module)), None)
+        return exact.get(module) or next(
+            (described for names, described in patterns if names.has(module)), None
+        )
 
     @cached_property
     def _layers(self) -> dict[str, ModuleQuantization]:
         layers = self._settings.get("quantized_layers")
         kinds: dict[str, ModuleQuantization] = {}
-        found = {}
+        by_name = {}
         for name, each in layers.items() if isinstance(layers, Mapping) else ():
             key = repr(each)
-            found[name] = kinds.setdefault(key, _of_modelopt(each if isinstance(each, Mapping) else {}))
-        return found
+            by_name[name] = kinds.setdefault(key, _of_modelopt(each if isinstance(each, Mapping) else {}))
+        return by_name
 
     @cached_property
     def _groups(
@@ -122,23 +124,27 @@ class QuantizationSettings:
         exact, patterns, classes = {}, [], []
         groups = self._settings.get("config_groups")
         for group in groups.values() if isinstance(groups, Mapping) else ():
-            told = _of_group(group, self._settings.get("format"))
+            quantization = _of_group(group, self._settings.get("format"))
             for target in _strings(group.get("targets")) if isinstance(group, Mapping) else ():
                 if target.startswith("re:"):
-                    patterns.append((target, told))
+                    patterns.append((target, quantization))
                 elif target.isidentifier():
-                    classes.append((target, told))
+                    classes.append((target, quantization))
                 else:
-                    exact[target] = told
+                    exact[target] = quantization
         patterns.sort(key=lambda each: each[0])
-        return exact, [(_ModulePatterns([target]), told) for target, told in patterns], classes
+        return (
+            exact,
+            [(_ModulePatterns([target]), quantization) for target, quantization in patterns],
+            classes,
+        )
 
     @cached_property
     def _for_all(self) -> ModuleQuantization:
         """What is told of modules that are not named; nothing if that depends on their classes."""
         if self._method == MODELOPT:
             return NOT_TOLD if self._layers else _of_modelopt(self._settings)
-        classes = [told for _, told in self._groups[2]]
+        classes = [quantization for _, quantization in self._groups[2]]
         return classes[0] if len(classes) == 1 else NOT_TOLD
 
 
@@ -158,8 +164,8 @@ def _of_group(group: Any, kind: Any) -> ModuleQuantization:
     if not isinstance(weights, Mapping):
         return NOT_TOLD
     kind = group.get("format") or (None if kind == "mixed-precision" else kind)
-    told = [weights.get(key) for key in ("num_bits", "group_size")]
-    bits, size = (each if isinstance(each, int) else None for each in told)
+    numbers = [weights.get(key) for key in ("num_bits", "group_size")]
+    bits, size = (each if isinstance(each, int) else None for each in numbers)
     if weights.get("type") == "float":
         names = {_FLOATS.get((bits, size)), _FLOATS.get((bits, None))}
     else:

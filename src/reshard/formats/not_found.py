@@ -26,21 +26,21 @@ ABOVE, DEPTH, BELOW = 3, 5, 64
 
 def nothing_there(path: Path) -> ReshardError:
     """The error for a path that does not exist, which may be the name of a model on the Hub."""
-    found = similar = None
+    neighbours = similar = None
     with suppress(ReshardError):  # a store may allow access to the path, but not to its parents
         similar = similar_path(path)
         near = next((parent for parent in path.absolute().parents if parent.exists()), None)
         if near is None:
-            found = f"{[path, *path.parents][-1]} is not there either"
+            neighbours = f"{[path, *path.parents][-1]} is not there either"
         elif near.is_dir():
-            found = (
+            neighbours = (
                 f"{near} contains {listed(sorted(child.name for child in near.iterdir()), 8) or 'nothing'}"
             )
     return ReshardError(
         "path-not-found",
         "no such file or directory",
         file=str(path),
-        found=f"a link to {path.readlink()}" if path.is_symlink() else found,
+        found=f"a link to {path.readlink()}" if path.is_symlink() else neighbours,
         remedy=f"did you mean {similar}?"
         if similar
         else download(path, f"name {path.name}") or "check the path",
@@ -94,7 +94,7 @@ def no_checkpoint(
     if not whole and (known := foreign.recognized(path)):
         return ReshardError(known)
     children = sorted(path.iterdir()) if path.is_dir() else []
-    several = [] if whole else [str(found) for found in _below(path, holds)]
+    several = [] if whole else [str(below) for below in _below(path, holds)]
     closed = [child.name for child in children if child.is_dir() and not can_list(child)]
     if whole:
         remedy = f"this is a part of a checkpoint: pass {whole}"

@@ -55,8 +55,8 @@ class Adam:
 
 def settings_of(group: Any) -> dict[str, Any]:
     """Adam's settings in a parameter group, if they are numbers: a schedule may have put tensors there."""
-    found = {key: group[key] for key in SETTINGS if isinstance(group, Mapping) and key in group}
-    return {key: value for key, value in found.items() if _is_number(value, pairs=key == "betas")}
+    stored = {key: group[key] for key in SETTINGS if isinstance(group, Mapping) and key in group}
+    return {key: value for key, value in stored.items() if _is_number(value, pairs=key == "betas")}
 
 
 def _is_number(value: Any, *, pairs: bool) -> bool:

@@ -42,9 +42,9 @@ class AverageOf(NamedTuple):
         return {"paths": list(map(str, self.paths)), "weights": list(self.weights)}
 
     @staticmethod
-    def of_dict(told: Mapping[str, Any]) -> AverageOf:
+    def of_dict(record: Mapping[str, Any]) -> AverageOf:
         """The paths and weights in a record."""
-        return AverageOf(tuple(map(Path, told["paths"])), tuple(told["weights"]))
+        return AverageOf(tuple(map(Path, record["paths"])), tuple(record["weights"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ class ConversionOptions(Opening, StepOption, OneOutput):
 
     def as_dict(self) -> dict[str, Any]:
         """All options, for a record; of the files in `beside`, only the names."""
-        told = {
+        converted = {
             "base": None if self.base is None else str(self.base),
             "layout": asdict(self.layout),
             "max_shard_size": self.max_shard_size and self.shard_size,
@@ -244,8 +244,8 @@ class ConversionOptions(Opening, StepOption, OneOutput):
             *OPTIONS_0_2_0,
             *(each.name for each in options_of(ConversionOptions) if each.name not in WITHIN),
         ]
-        found = {name: told[name] if name in told else getattr(self, name) for name in names}
-        return {**found, "beside": sorted(self.beside)}
+        options = {name: converted[name] if name in converted else getattr(self, name) for name in names}
+        return {**options, "beside": sorted(self.beside)}
 
     @property
     def meant(self) -> dict[str, Any]:
@@ -253,20 +253,20 @@ class ConversionOptions(Opening, StepOption, OneOutput):
         return {**self.as_dict(), "max_shard_size": self.shard_size, "beside": dict(self.beside)}
 
     @staticmethod
-    def of_dict(told: Mapping[str, Any]) -> ConversionOptions:
+    def of_dict(record: Mapping[str, Any]) -> ConversionOptions:
         """The options in a record, without `beside`. Raises TypeError or ValueError if it has unknown ones.
 
         Records of version 0.2.0 contain only options that differed from its defaults.
         """
-        found: dict[str, Any] = {**OPTIONS_0_2_0, **told}
-        layout: dict[str, Any] = {**OPTIONS_0_2_0["layout"], **found.pop("layout")}
+        options: dict[str, Any] = {**OPTIONS_0_2_0, **record}
+        layout: dict[str, Any] = {**OPTIONS_0_2_0["layout"], **options.pop("layout")}
         del layout["cp"]
-        found |= {**layout, "stages": tuple(layout["stages"])}
-        found["base"] = None if found["base"] is None else Path(found["base"])
-        found["strip"] = tuple(found["strip"])
-        found["no_tokenizer"] = not found.pop("tokenizer")
-        found["average"] = found["average"] and AverageOf.of_dict(found["average"])
-        return ConversionOptions(**{name: value for name, value in found.items() if name != "beside"})
+        options |= {**layout, "stages": tuple(layout["stages"])}
+        options["base"] = None if options["base"] is None else Path(options["base"])
+        options["strip"] = tuple(options["strip"])
+        options["no_tokenizer"] = not options.pop("tokenizer")
+        options["average"] = options["average"] and AverageOf.of_dict(options["average"])
+        return ConversionOptions(**{name: value for name, value in options.items() if name != "beside"})
 
 
 OPTIONS_0_2_0: Mapping[str, Any] = {

@@ -55,12 +55,12 @@ def _taken_twice(tensors: dict[str, Tensor]) -> list[Replica]:
     If the vocabulary was resized, `save_pretrained` of PEFT 0.21 writes all that a trained embedding or head consists
     of, `modules_to_save.weight` among it, beside `weight`.
     """
-    found = []
+    copies = []
     for copy in [name for name in tensors if SAVED in name]:
         name = copy.replace(SAVED, ".")
         if name in tensors:
-            found.append(Replica(copy, tensors[name], tensors.pop(copy), f"this is a second copy of {name}"))
-    return found
+            copies.append(Replica(copy, tensors[name], tensors.pop(copy), f"this is a second copy of {name}"))
+    return copies
 
 
 class PeftWriting(Writing):

@@ -165,8 +165,8 @@ def shard_of(tensor: Planned, split: Split | None, index: int, ranks: int) -> Sh
 
 def blocks_of(shards: Iterable[tuple[Shard, TensorSlot]]) -> Iterator[Block]:
     """The blocks of a torch.save file, from shards and their slots."""
-    for held, slot in shards:
-        yield Block(held.tensor.name, held.dtype, slot.shape, held.source, slot.offset, slot.crc_at)
+    for shard, slot in shards:
+        yield Block(shard.tensor.name, shard.dtype, slot.shape, shard.source, slot.offset, slot.crc_at)
 
 
 class SharedSize(NamedTuple):

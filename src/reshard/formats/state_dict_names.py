@@ -56,18 +56,18 @@ def state_dict_in(content: dict[Any, Any], file: str) -> dict[str, StoredTensor]
     They are at the top, below one of `WEIGHT_PATHS`, or in the only other dict with tensors. The prefix that the module
     of a training loop adds to names below a key is removed. Raises ReshardError if there are several such dicts.
     """
-    nests = {path: _unwrapped(found, file) if path else found for path, found in _nests(content)}
+    nests = {path: _unwrapped(tensors, file) if path else tensors for path, tensors in _nests(content)}
     for path in ((), *(tuple(key.split(".")) for key in WEIGHT_PATHS)):
         if path in nests:
             return nests[path]
     if len(nests) > 1:
-        paths = {".".join(path): found for path, found in nests.items()}
+        paths = {".".join(path): tensors for path, tensors in nests.items()}
         raise ReshardError(
             "weights-in-several-nests",
             "the file has several dicts of tensors, and does not say which are the weights",
             file=file,
             expected=f"tensors by name, at the top or below {', '.join(WEIGHT_PATHS)}",
-            found=listed([f"{len(found)} below {path}" for path, found in paths.items()], 4),
+            found=listed([f"{len(tensors)} below {path}" for path, tensors in paths.items()], 4),
             remedy="save the model's state_dict() by itself",
         )
     top = {str(name): item for name, item in content.items() if isinstance(item, StoredTensor)}
@@ -86,9 +86,9 @@ def _nests(content: dict[Any, Any]) -> Iterator[tuple[tuple[str, ...], dict[str,
         if id(each) in entered:
             continue
         entered.add(id(each))
-        found = {str(name): item for name, item in each.items() if isinstance(item, StoredTensor)}
-        if any(item.shape for item in found.values()):
-            yield path, found
+        tensors = {str(name): item for name, item in each.items() if isinstance(item, StoredTensor)}
+        if any(item.shape for item in tensors.values()):
+            yield path, tensors
         elif len(path) < MAX_DEPTH:
             waiting += [
                 ((*path, key), value)
@@ -104,12 +104,12 @@ def _unwrapped(tensors: Mapping[str, StoredTensor], file: str) -> dict[str, Stor
 
 def config_in(content: Mapping[Any, Any]) -> dict[str, Any] | None:
     """The config.json that Composer saved with the weights, or None."""
-    found: Any = content
+    config: Any = content
     for key in COMPOSER_CONFIG_PATH:
-        found = found.get(key) if isinstance(found, dict) else None
+        config = config.get(key) if isinstance(config, dict) else None
     with suppress(*UNUSABLE):
-        if isinstance(found["model_type"], str):
-            return dict(json_of(to_json(found)))
+        if isinstance(config["model_type"], str):
+            return dict(json_of(to_json(config)))
     return None
 
 
@@ -121,9 +121,9 @@ def prefix_of(names: Iterable[str], anchors: Sequence[str] = ANCHORS) -> str:
     """
     bare = [_bare(name) for name in names]
     prefixes = (_before(anchor, name) for anchor in anchors for name in bare)
-    found = next((prefix for prefix in prefixes if prefix is not None), "")
-    rest = [name for name in bare if not name.startswith(found)]
-    return found if not rest or any(anchor in name for name in rest for anchor in anchors) else ""
+    prefix_found = next((prefix for prefix in prefixes if prefix is not None), "")
+    rest = [name for name in bare if not name.startswith(prefix_found)]
+    return prefix_found if not rest or any(anchor in name for name in rest for anchor in anchors) else ""
 
 
 def _before(anchor: str, name: str) -> str | None:

@@ -35,17 +35,17 @@ class SteppedTensor(Computed):
 
     def values(self, begin: int, end: int, read: InputReader) -> np.ndarray[Any, Any]:
         (tensor,) = self.inputs
-        found = as_float(read(tensor, begin, end), tensor.dtype)
+        stored = as_float(read(tensor, begin, end), tensor.dtype)
         raw: np.ndarray[Any, Any]
         if self.step.plus:
             kind: np.dtype[Any] = np.dtype(np.float64)
             if self.step.in_torch:
-                kind = found.dtype if found.dtype == np.float16 else np.dtype(np.float32)
-            total = found.astype(kind) + kind.type(self.step.plus)
+                kind = stored.dtype if stored.dtype == np.float16 else np.dtype(np.float32)
+            total = stored.astype(kind) + kind.type(self.step.plus)
             raw = total.astype(np.float64).view(np.uint64)
             return raw
         with np.errstate(over="ignore", invalid="ignore"):  # reported by name as NaN or Inf
-            raw = found.astype(np.float32) * np.float32(self.step.times) / np.float32(self.step.over)
+            raw = stored.astype(np.float32) * np.float32(self.step.times) / np.float32(self.step.over)
         return raw.view(np.uint32)
 
 

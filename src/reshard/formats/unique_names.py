@@ -16,11 +16,11 @@ def under_new_names(renamed: Iterable[tuple[str, str, T]], file: object = None) 
     Every reader that renames tensors calls this. Raises ReshardError naming those that get the same name: one of them
     would replace the other.
     """
-    found: dict[str, T] = {}
+    renamed_items: dict[str, T] = {}
     old_names: dict[str, str] = {}
     problems = []
     for old, new, item in renamed:
-        if new in found:
+        if new in renamed_items:
             problems.append(
                 Problem(
                     "tensor-named-twice",
@@ -32,6 +32,6 @@ def under_new_names(renamed: Iterable[tuple[str, str, T]], file: object = None) 
                     remedy="the tensors of two saves were mixed: save the model again into an empty folder",
                 )
             )
-        found[new], old_names[new] = item, old
+        renamed_items[new], old_names[new] = item, old
     raise_all(problems)
-    return found
+    return renamed_items

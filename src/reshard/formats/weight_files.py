@@ -77,13 +77,13 @@ def _indexed(index: Path, sources: Sources) -> WeightFiles:
     """The files that an index names, without those that are missing."""
     named = _weight_map(index, sources)
     shards = [as_path(file) for file in sorted(set(named.values()))]
-    there = [shard for shard in shards if shard.is_file()]
-    missing = [shard for shard in shards if shard not in there]
-    others = [] if there else sorted(index.parent.glob(f"*{shards[0].suffix}")) if shards else []
+    present = [shard for shard in shards if shard.is_file()]
+    missing = [shard for shard in shards if shard not in present]
+    others = [] if present else sorted(index.parent.glob(f"*{shards[0].suffix}")) if shards else []
     problems = (
         [_other_names(index, missing, others)] if others else [_missing(index, shard) for shard in missing]
     )
-    return WeightFiles(there, index, named, tuple(problems))
+    return WeightFiles(present, index, named, tuple(problems))
 
 
 def _two_models(single: Path, index: Path, shards: list[Path]) -> Problem:
@@ -123,8 +123,8 @@ def _missing(index: Path, shard: Path) -> Problem:
 
 def _not_loaded(folder: Path, files: list[Path]) -> Iterator[str]:
     """A note on other files of weights in the folder, such as an old `pytorch_model.bin`."""
-    there = (path for stem, suffix in WEIGHT_FILES for path in sorted(folder.glob(f"{stem}*.{suffix}")))
-    others = [path.name for path in there if path not in files]
+    weights = (path for stem, suffix in WEIGHT_FILES for path in sorted(folder.glob(f"{stem}*.{suffix}")))
+    others = [path.name for path in weights if path not in files]
     if files and others:
         yield f"not read: {listed(others, 3)}; transformers loads {files[0].name}"
 

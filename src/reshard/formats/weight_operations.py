@@ -135,10 +135,10 @@ def _of_all(patterns: Sequence[str], tensors: Tensors) -> list[list[Planned]]:
 
 
 def _only(tensors: Tensors) -> Planned:
-    found = [each for group in tensors.values() for each in group]
-    if len(found) != 1:
-        raise UnfitError(f"one tensor is expected, not {len(found)}")
-    return found[0]
+    planned = [each for group in tensors.values() for each in group]
+    if len(planned) != 1:
+        raise UnfitError(f"one tensor is expected, not {len(planned)}")
+    return planned[0]
 
 
 def _joined(parts: Sequence[Planned], axis: int, *, is_stack: bool = False) -> Planned:
@@ -262,9 +262,9 @@ def _refuse_gaps(parts: Sequence[Planned]) -> None:
     """Raise UnfitError unless the numbers in which names differ are all from 0 on."""
     columns = zip(*(part.name.split(".") for part in parts), strict=True)
     numbers = next((column for column in columns if len({*column}) > 1), ())
-    there = {int(number) for number in numbers}
-    count = 1 + max(there, default=0)
-    if missing := sorted({*range(count)} - there) if there else []:
+    present = {int(number) for number in numbers}
+    count = 1 + max(present, default=0)
+    if missing := sorted({*range(count)} - present) if present else []:
         raise UnfitError("a list has gaps", missing=missing, count=count)
 
 
@@ -334,12 +334,12 @@ def _permute_for_rope(tensors: Tensors, operation: Operation, context: Operation
     result: Tensors = {}
     for pattern, parts in tensors.items():
         is_wanted = wanted is None or any(name in pattern for name in wanted)
-        made = (
+        permuted = (
             [_rotated(each, heads, inverse=bool(operation.get("inverse"))) for each in parts]
             if is_wanted
             else parts
         )
-        result[pattern if is_inner else context.after[0]] = made
+        result[pattern if is_inner else context.after[0]] = permuted
     return result
 
 

@@ -100,7 +100,7 @@ def _open(path: Path, sources: Sources, step: int | None) -> Checkpoint:
     metadata = read_metadata(path / METADATA, sources)
     parts = _SortedKeys(metadata)
     weights = parts.weights(path)
-    beside = _optimizer_beside(path, sources, parts)
+    optimizer = _optimizer_beside(path, sources, parts)
     reader = _ChunkAssembler([*weights.values(), *(tensor for _, _, tensor in parts.again)], sources)
     tensors = {name: reader.tensor(name, tensor) for name, tensor in weights.items()}
     again = [
@@ -116,8 +116,8 @@ def _open(path: Path, sources: Sources, step: int | None) -> Checkpoint:
         description=ModelDescription(path),
         iteration=step,
         optimizer=OptimizerContents(
-            _states(parts.optimizer | (beside.tensors if beside else {}), weights, sources),
-            read_optimizer(beside or metadata, sources),
+            _states(parts.optimizer | (optimizer.tensors if optimizer else {}), weights, sources),
+            read_optimizer(optimizer or metadata, sources),
         ),
         dropped=parts.dropped,
         replicas=again,
@@ -127,7 +127,7 @@ def _open(path: Path, sources: Sources, step: int | None) -> Checkpoint:
         sources=sources,
     )
     named = (in_its_dialect(checkpoint) for in_its_dialect in NAMINGS)
-    return next((found for found in named if found), checkpoint)
+    return next((renamed for renamed in named if renamed), checkpoint)
 
 
 def _notes(path: Path) -> list[str]:
@@ -190,7 +190,7 @@ class _SortedKeys:
     def weights(self, folder: Path) -> dict[str, DcpTensor]:
         """The tensors of the one model, by name. Raises ReshardError if there is none, or more than one."""
         nests = self._nests()
-        for prefix in [each for each, found in nests.items() if not any(t.shape for t in found.values())]:
+        for prefix in [each for each, nest in nests.items() if not any(t.shape for t in nest.values())]:
             self.dropped[PROGRESS] += _nbytes(nests.pop(prefix))  # scalars beside the model
         if not nests:
             raise ReshardError(
@@ -256,12 +256,12 @@ EMBEDDINGS = (*HUB.embeddings[:2], *TORCHTITAN.embeddings)
 
 def _mixed(folder: Path, names: Iterable[str]) -> Iterator[Problem]:
     """A problem if the names of two engines are mixed."""
-    found = sorted(set(EMBEDDINGS) & set(names))
-    if len(found) > 1:
+    embeddings = sorted(set(EMBEDDINGS) & set(names))
+    if len(embeddings) > 1:
         yield Problem(
             "dcp-models-mixed",
             "tensors of two models are mixed",
-            tensor=", ".join(found),
+            tensor=", ".join(embeddings),
             file=str(folder / METADATA),
             rule="a model has one embedding",
             remedy="two models were saved into this folder: save each model into its own folder",
@@ -283,22 +283,24 @@ class _ChunkAssembler:
         """A complete tensor as a view over its chunks."""
         parts = []
         for chunk in stored.chunks:
-            found = self._chunks.read(chunk.file, chunk.offset, chunk.length, stored.dtype, chunk.sizes)
-            self.copies.add(chunk.file, name, chunk.offsets, found)
-            parts.append((chunk.offsets, Tensor.stored(found).view))
+            cells = self._chunks.read(chunk.file, chunk.offset, chunk.length, stored.dtype, chunk.sizes)
+            self.copies.add(chunk.file, name, chunk.offsets, cells)
+            parts.append((chunk.offsets, Tensor.stored(cells).view))
         if len(parts) == 1 and parts[0][1].shape == stored.shape:
             return Tensor(stored.dtype, parts[0][1])
         view = assemble(stored.shape, parts)
-        held = sum(prod(chunk.sizes) for chunk in stored.chunks)
-        if held != view.numel or overlaps(view):
+        elements = sum(prod(chunk.sizes) for chunk in stored.chunks)
+        if elements != view.numel or overlaps(view):
             self._problems.append(
                 Problem(
-                    "dcp-chunks-missing" if held < view.numel else "dcp-chunks-overlap",
-                    "chunks of a tensor are missing" if held < view.numel else "chunks of a tensor overlap",
+                    "dcp-chunks-missing" if elements < view.numel else "dcp-chunks-overlap",
+                    "chunks of a tensor are missing"
+                    if elements < view.numel
+                    else "chunks of a tensor overlap",
                     tensor=name,
                     rule="the chunks of a tensor cover it exactly",
                     expected=f"{view.numel} elements of {list(stored.shape)}",
-                    found=f"{held} elements in {len(parts)} chunks",
+                    found=f"{elements} elements in {len(parts)} chunks",
                     remedy="the save did not finish, or two saves were mixed: take another checkpoint of the run",
                 )
             )
@@ -345,9 +347,9 @@ def _states(
     return OptimizerStates(kinds, lambda kind: _read_state(kinds[kind], sources))
 
 
-def _read_state(found: Mapping[str, DcpTensor], sources: Sources) -> dict[str, Tensor]:
-    reader = _ChunkAssembler(found.values(), sources)
-    tensors = {name: reader.tensor(name, tensor) for name, tensor in found.items()}
+def _read_state(stored: Mapping[str, DcpTensor], sources: Sources) -> dict[str, Tensor]:
+    reader = _ChunkAssembler(stored.values(), sources)
+    tensors = {name: reader.tensor(name, tensor) for name, tensor in stored.items()}
     reader.finish()
     return tensors
 

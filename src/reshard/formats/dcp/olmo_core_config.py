@@ -175,12 +175,12 @@ class OlmoModel:
         first, last = (
             window.get(f"force_full_attention_on_{which}_layer", True) for which in ("first", "last")
         )
-        found: list[int | None] = []
+        windows: list[int | None] = []
         for layer in range(len(self.blocks)):
             size = window["pattern"][(layer - bool(first)) % len(window["pattern"])]
             full = size == -1 or (first and layer == 0) or (last and layer == layers - 1)
-            found.append(None if full else int(size))
-        return found
+            windows.append(None if full else int(size))
+        return windows
 
     @cached_property
     def model_type(self) -> str:
@@ -199,11 +199,11 @@ class OlmoModel:
                 file=str(file),
                 rule="the Hub's model must compute the same from these weights",
                 expected=wanted,
-                found=found,
+                found=setting,
                 remedy="convert it with OLMo-core's own src/examples/huggingface/convert_checkpoint_to_hf.py, "
                 "which supports more models",
             )
-            for found, wanted in self._unlike()
+            for setting, wanted in self._unlike()
         ]
 
     def _unlike(self) -> Iterator[tuple[str, str]]:
@@ -322,12 +322,12 @@ class OlmoModel:
 
     def notes(self) -> list[str]:
         """What users should know."""
-        found = [f"config.json is derived from that of OLMo-core, as {self.model_type}"]
+        notes = [f"config.json is derived from that of OLMo-core, as {self.model_type}"]
         if self.moe and not self.is_dropless:
-            found.append(
+            notes.append(
                 "experts of OLMo-core may drop tokens beyond their capacity; those of the Hub drop none"
             )
-        return found
+        return notes
 
 
 _ARCHITECTURES = {

@@ -93,10 +93,10 @@ def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _root(folder: Path) -> Path:
     """The folder of config and tokenizer: the parent of the step's folder if it has a tracker, or the step's folder."""
-    beside = folder.resolve().parent
+    parent = folder.resolve().parent
     inside = (folder / "config.json").is_file()
-    tracked = any((beside / name).is_file() for name in (*TRACKERS, "config.json"))
-    return beside if tracked and not inside else folder
+    tracked = any((parent / name).is_file() for name in (*TRACKERS, "config.json"))
+    return parent if tracked and not inside else folder
 
 
 def _choose(path: Path, iteration: Iteration | None) -> Path:

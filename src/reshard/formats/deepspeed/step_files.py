@@ -46,8 +46,8 @@ class LoadedFile(NamedTuple):
     @property
     def optimizer(self) -> Mapping[str, Any]:
         """The state of ZeRO's optimizer, in a file of optimizer states."""
-        found = self.content.get("optimizer_state_dict")
-        if not isinstance(found, Mapping):
+        state = self.content.get("optimizer_state_dict")
+        if not isinstance(state, Mapping):
             raise ReshardError(
                 "optimizer-file-without-state",
                 "the file contains no optimizer states",
@@ -56,7 +56,7 @@ class LoadedFile(NamedTuple):
                 found=", ".join(map(str, self.content)) or "an empty dict",
                 remedy=COPY_AGAIN,
             )
-        return found
+        return state
 
 
 @dataclass
@@ -99,8 +99,8 @@ def is_universal(folder: Path) -> bool:
 def read_models(folder: Path, sources: Sources) -> dict[int, LoadedFile]:
     """The model states of a universal checkpoint, by rank; those of the first tensor-parallel rank."""
     problems: list[Problem] = []
-    found = [path for path in sorted(folder.glob("*_model_states.pt")) if _model_rank(path) == 0]
-    models = _models(found, sources, {}, problems)
+    files = [path for path in sorted(folder.glob("*_model_states.pt")) if _model_rank(path) == 0]
+    models = _models(files, sources, {}, problems)
     if 0 in models:
         problems += _missing_models(StepFiles(folder, models))
     raise_all(problems)
@@ -114,13 +114,13 @@ def _model_rank(path: Path) -> int | None:
 
 def read_step(folder: Path, sources: Sources) -> StepFiles:
     """The files of a step. Raises ReshardError naming every file that is missing, damaged or another rank's."""
-    found = sorted(folder.glob("*states.pt"))
-    _refuse_split(folder, found)
+    paths = sorted(folder.glob("*states.pt"))
+    _refuse_split(folder, paths)
     files = StepFiles(folder)
     problems: list[Problem] = []
-    files.optimizers = _by_rank(found, sources, OPTIMIZER_FILE, problems)
-    files.models = _models(found, sources, files.optimizers, problems)
-    files.experts = [_read(path, sources) for path in found if EXPERT_FILE.fullmatch(path.name)]
+    files.optimizers = _by_rank(paths, sources, OPTIMIZER_FILE, problems)
+    files.models = _models(paths, sources, files.optimizers, problems)
+    files.experts = [_read(path, sources) for path in paths if EXPERT_FILE.fullmatch(path.name)]
     if 0 not in files.models:
         problems.append(
             _missing(folder / "mp_rank_00_model_states.pt", "the model states name every parameter")
@@ -137,10 +137,10 @@ def read_step(folder: Path, sources: Sources) -> StepFiles:
 
 
 def _models(
-    found: Sequence[Path], sources: Sources, optimizers: Mapping[int, LoadedFile], problems: list[Problem]
+    paths: Sequence[Path], sources: Sources, optimizers: Mapping[int, LoadedFile], problems: list[Problem]
 ) -> dict[int, LoadedFile]:
     """Model states by rank: ZeRO 3 writes one file per rank. Files of an earlier save with another stage may remain."""
-    matches = [path for path in found if MODEL_FILE.fullmatch(path.name)]
+    matches = [path for path in paths if MODEL_FILE.fullmatch(path.name)]
     each = [path for path in matches if path.name.startswith("zero_")]
     shared = [path for path in matches if path not in each]
     by_rank = each and (not shared or not optimizers or _stage_of(optimizers[min(optimizers)]) == 3)
@@ -154,11 +154,11 @@ def _read(path: Path, sources: Sources) -> LoadedFile:
 
 
 def _by_rank(
-    found: Sequence[Path], sources: Sources, pattern: re.Pattern[str], problems: list[Problem]
+    paths: Sequence[Path], sources: Sources, pattern: re.Pattern[str], problems: list[Problem]
 ) -> dict[int, LoadedFile]:
     """The matching files, by ZeRO rank; errors in them are added to `problems`."""
     result: dict[int, LoadedFile] = {}
-    for path in found:
+    for path in paths:
         match = pattern.fullmatch(path.name)
         if not match:
             continue
@@ -182,19 +182,19 @@ def _by_rank(
     return result
 
 
-def _refuse_split(folder: Path, found: Sequence[Path]) -> None:
+def _refuse_split(folder: Path, paths: Sequence[Path]) -> None:
     """Raise ReshardError for tensor or pipeline parallelism: no file records how tensors were split."""
-    if any(PIPELINE_FILE.fullmatch(path.name) for path in found):
+    if any(PIPELINE_FILE.fullmatch(path.name) for path in paths):
         raise ReshardError(
             "deepspeed-pipeline-unsupported",
             "checkpoints of DeepSpeed's pipeline engine are not supported",
             file=str(folder),
             rule="a stage names the tensors of its layers by their place in the stage",
-            found=next(path.name for path in found if PIPELINE_FILE.fullmatch(path.name)),
+            found=next(path.name for path in paths if PIPELINE_FILE.fullmatch(path.name)),
             remedy="load it in the script that trained it, and save the model's own state dict",
         )
     patterns = (MODEL_FILE, OPTIMIZER_FILE, EXPERT_FILE)
-    matches = (pattern.fullmatch(path.name) for path in found for pattern in patterns)
+    matches = (pattern.fullmatch(path.name) for path in paths for pattern in patterns)
     ranks = {int(match["model_rank"]) for match in matches if match}
     if ranks - {0}:
         raise ReshardError(
@@ -308,11 +308,11 @@ def _count(step: Any) -> int | None:
 def _missing_experts(files: StepFiles) -> Iterator[Problem]:
     """Problems of missing expert files; the model states record the number of experts of each layer."""
     counts = files.model.content.get("num_experts")
-    there = {file.path.name for file in files.experts}
+    present = {file.path.name for file in files.experts}
     for layer, count in enumerate(counts if isinstance(counts, list) and files.stage < 3 else ()):
         names = [f"layer_{layer}_expert_{i}_mp_rank_00_model_states.pt" for i in range(count)]
         for name in names:
-            if name not in there:
+            if name not in present:
                 yield _missing(files.folder / name, f"layer {layer} has {count} experts, one file each")
 
 
@@ -349,8 +349,8 @@ def _copies(files: Mapping[int, LoadedFile], part: Callable[[LoadedFile], Any]) 
         for _, file in sorted(files.items())
     }
     for path, first in copied(checksums):
-        if found := checksums[path]:
-            yield copy_problem(str(path), f"the same {len(found)} partitions as in {first.name}")
+        if partitions := checksums[path]:
+            yield copy_problem(str(path), f"the same {len(partitions)} partitions as in {first.name}")
 
 
 def _frozen_matrices(file: LoadedFile) -> Any:

@@ -61,13 +61,15 @@ def read_universal(folder: Path, sources: Sources) -> StepContent:
     shapes = shapes_of(models[0]) if models else {}
     names = sorted(child.name for child in (folder / "zero").iterdir() if child.is_dir())
     tensors = _tensors(folder, sources, MASTER_STATE, shapes, sorted({*names, *shapes}))
-    beside = _beside(folder, models)
-    tensors |= {name: tensor for name, tensor in beside.items() if name not in shapes}
+    module_tensors = _module_tensors(folder, models)
+    tensors |= {name: tensor for name, tensor in module_tensors.items() if name not in shapes}
     if models:
         share(tensors, models[0])
-    states = {kind: found for kind in MOMENTS if (found := _stateful(folder, sources, kind, names))}
+    states = {
+        kind: stateful for kind in MOMENTS if (stateful := _parameters_with(folder, sources, kind, names))
+    }
     left = sum(file.stat().st_size for kind in MOMENTS for file in (folder / "zero").glob(f"*/{kind}.pt"))
-    copies = sum(tensor.nbytes for name, tensor in beside.items() if name in shapes)
+    copies = sum(tensor.nbytes for name, tensor in module_tensors.items() if name in shapes)
     return StepContent(
         tensors,
         OptimizerContents(
@@ -75,39 +77,43 @@ def read_universal(folder: Path, sources: Sources) -> StepContent:
             _adam(folder, sources, models) if states and models else None,
         ),
         roundings(
-            beside, {name: tensors[name] for name in shapes}, models[0], "universal-masters-differ", MIXED_UP
+            module_tensors,
+            {name: tensors[name] for name in shapes},
+            models[0],
+            "universal-masters-differ",
+            MIXED_UP,
         )
         if models
         else [],
         +Counter({OPTIMIZER_STATES: left, MASTER_COPIES: copies}),
-        master_notes(beside, tensors) if beside else [],
+        master_notes(module_tensors, tensors) if module_tensors else [],
         "universal",
     )
 
 
-def _stateful(folder: Path, sources: Sources, kind: str, names: Sequence[str]) -> list[str]:
+def _parameters_with(folder: Path, sources: Sources, kind: str, names: Sequence[str]) -> list[str]:
     """The parameters with a state; none if the first is a single repeated zero, the placeholder of a fresh state."""
-    found = [name for name in names if (folder / "zero" / name / f"{kind}.pt").is_file()]
-    if found:
-        stored, _ = _stored(folder / "zero" / found[0] / f"{kind}.pt", sources)
+    stateful = [name for name in names if (folder / "zero" / name / f"{kind}.pt").is_file()]
+    if stateful:
+        stored, _ = _stored(folder / "zero" / stateful[0] / f"{kind}.pt", sources)
         if not any(stored.strides) and stored.numel > 1:
             return []
-    return found
+    return stateful
 
 
-def _beside(folder: Path, models: dict[int, LoadedFile]) -> dict[str, Tensor]:
+def _module_tensors(folder: Path, models: dict[int, LoadedFile]) -> dict[str, Tensor]:
     """The module's tensors in the model states: buffers, frozen parameters, copies of the masters."""
     if not models or models[0].content.get("mp_world_size", 1) != 1:
         return {}
     module = models[0].content.get("module")
     tensors = dict(module) if isinstance(module, Mapping) else {}
-    found = {
+    stored = {
         str(name): Tensor.stored(item) for name, item in tensors.items() if isinstance(item, StoredTensor)
     }
-    found = {name: tensor for name, tensor in found.items() if tensor.view.numel}
+    stored = {name: tensor for name, tensor in stored.items() if tensor.view.numel}
     if models[0].path.name.startswith("zero_"):
-        found |= frozen_weights(StepFiles(folder, models, stage=3))
-    return found
+        stored |= frozen_weights(StepFiles(folder, models, stage=3))
+    return stored
 
 
 def _tensors(

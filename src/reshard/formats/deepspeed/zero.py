@@ -250,32 +250,32 @@ def frozen_shapes(model: LoadedFile) -> Shapes:
     return {str(name): tuple(shape) for name, shape in shapes.items()} if isinstance(shapes, Mapping) else {}
 
 
-def _is_vector(found: Any) -> TypeGuard[StoredTensor]:
-    return isinstance(found, StoredTensor) and len(found.shape) == 1 and found.strides == (1,)
+def _is_vector(item: Any) -> TypeGuard[StoredTensor]:
+    return isinstance(item, StoredTensor) and len(item.shape) == 1 and item.strides == (1,)
 
 
 def _partitions(file: LoadedFile, kind: str) -> list[StoredTensor]:
     """A rank's partitions of the masters (`MASTER_STATE`) or of a state, by group; empty if a group has none."""
-    held = file.optimizer
-    found: Any
+    optimizer = file.optimizer
+    partitions: Any
     if kind == MASTER_STATE:
-        found = held.get("single_partition_of_fp32_groups", held.get("fp32_flat_groups"))
-        found = [found] if isinstance(found, StoredTensor) else found
+        partitions = optimizer.get("single_partition_of_fp32_groups", optimizer.get("fp32_flat_groups"))
+        partitions = [partitions] if isinstance(partitions, StoredTensor) else partitions
     else:
-        base = held.get("base_optimizer_state", held.get("optimizer_state_dict"))
+        base = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
         base = base.get("state", {}) if isinstance(base, Mapping) else base
         groups = list(base.values()) if isinstance(base, Mapping) else base or []
-        found = [group.get(kind) for group in groups if isinstance(group, Mapping)]
-    whole = isinstance(found, list | tuple) and all(map(_is_vector, found))
-    if whole and (kind == MASTER_STATE or len(found) == len(_partitions(file, MASTER_STATE))):
-        return list(found)
+        partitions = [group.get(kind) for group in groups if isinstance(group, Mapping)]
+    whole = isinstance(partitions, list | tuple) and all(map(_is_vector, partitions))
+    if whole and (kind == MASTER_STATE or len(partitions) == len(_partitions(file, MASTER_STATE))):
+        return list(partitions)
     if kind == MASTER_STATE:
         raise ReshardError(
             "zero-masters-misplaced",
             "the fp32 masters of a rank are not in ZeRO's layout",
             file=str(file.path),
             expected="one vector per parameter group",
-            found="the layout of the first versions of ZeRO 1" if found else "none",
+            found="the layout of the first versions of ZeRO 1" if partitions else "none",
             remedy="save again with DeepSpeed 0.8 or later",
         )
     return []
@@ -361,7 +361,9 @@ def _global_name(name: str, shapes: Shapes, place: int) -> str:
     match = _LOCAL_EXPERT.fullmatch(name)
     if not match:
         return name
-    local = 1 + max(int(found[2]) for other in shapes if (found := _LOCAL_EXPERT.fullmatch(other)))
+    local = 1 + max(
+        int(other_match[2]) for other in shapes if (other_match := _LOCAL_EXPERT.fullmatch(other))
+    )
     return f"{match[1]}{place * local + int(match[2])}{match[3]}"
 
 
@@ -378,9 +380,9 @@ def _misplaced(
     for file in members:
         size = _partitions(file, MASTER_STATE)[group].numel
         mappings = file.optimizer.get("param_slice_mappings")
-        held = mappings[group] if isinstance(mappings, list) and len(mappings) > group else {}
+        slices = mappings[group] if isinstance(mappings, list) and len(mappings) > group else {}
         inside = [n for n, s in shapes.items() if starts[n] < begin + size and starts[n] + prod(s) > begin]
-        if isinstance(held, Mapping) and held and inside and next(iter(held)) != inside[0]:
+        if isinstance(slices, Mapping) and slices and inside and next(iter(slices)) != inside[0]:
             yield Problem(
                 "zero-file-of-another-rank",
                 "a file belongs to another rank",
@@ -388,7 +390,7 @@ def _misplaced(
                 file=str(file.path),
                 rule="a rank's file lists the parameters that the rank has a part of",
                 expected=f"from {inside[0]} on",
-                found=f"from {next(iter(held))} on",
+                found=f"from {next(iter(slices))} on",
                 remedy="the file was renamed: copy each rank's file again from where it was saved",
             )
         begin += size
@@ -458,5 +460,5 @@ def frozen_weights(files: StepFiles) -> dict[str, Tensor]:
 
 def _fragment(file: LoadedFile, name: str) -> list[StoredTensor]:
     fragments = file.content.get("frozen_param_fragments")
-    found = fragments.get(name) if isinstance(fragments, Mapping) else None
-    return [found] if _is_vector(found) else []
+    fragment = fragments.get(name) if isinstance(fragments, Mapping) else None
+    return [fragment] if _is_vector(fragment) else []

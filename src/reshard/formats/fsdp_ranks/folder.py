@@ -51,14 +51,14 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     files = choose(path)
     check_names(files)
     nested: Counter[str] = Counter()
-    found = find_parts(files, lambda file: _state_dict(file, sources, nested))
-    return _checkpoint(path, files, found, nested + found.others, sources)
+    collected = find_parts(files, lambda file: _state_dict(file, sources, nested))
+    return _checkpoint(path, files, collected, nested + collected.others, sources)
 
 
 def _checkpoint(
-    path: Path, files: RankFiles, found: CollectedParts, entries: Counter[str], sources: Sources
+    path: Path, files: RankFiles, collected: CollectedParts, entries: Counter[str], sources: Sources
 ) -> Checkpoint:
-    parts = found.parts
+    parts = collected.parts
     tensors, replicas = joined(parts)
     flats = [tensors.pop(name) for name in list(tensors) if name.endswith(FLAT)]
     dropped = _left_behind(files.folder)
@@ -83,7 +83,7 @@ def _checkpoint(
         notes=notes,
         variant=", ".join(sorted({part.kind for pairs in parts.values() for _, part in pairs})),
         optimizer=optimizer.contents if optimizer else OptimizerContents(),
-        native=RankFileData(not flats, mesh=found.mesh, whole=whole, names=names, optimizer=optimizer),
+        native=RankFileData(not flats, mesh=collected.mesh, whole=whole, names=names, optimizer=optimizer),
     )
 
 

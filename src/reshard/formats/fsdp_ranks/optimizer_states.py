@@ -93,9 +93,9 @@ def _unfit(content: Mapping[Any, Any], names: Sequence[str]) -> str:
     if len(groups) != 1:
         return f"its {len(groups)} parameter groups do not have the order of the model"
     numbers = groups[0]["params"]
-    if any(set(held) != _KINDS for held in states.values()):
+    if any(set(state) != _KINDS for state in states.values()):
         return "they are not those of Adam or AdamW"
-    if not all(is_sharded(held[kind]) for held in states.values() for kind in MOMENTS):
+    if not all(is_sharded(state[kind]) for state in states.values() for kind in MOMENTS):
         return "FSDP1 has states of flat parameters, and no file records their layout"
     if numbers != list(range(len(names))) or not states.keys() <= {*numbers}:
         return f"they are of {len(numbers)} parameters, and the model has {len(names)}"
@@ -151,7 +151,7 @@ class SavedOptimizer:
     @property
     def steps(self) -> dict[int, Any]:
         """The step of each parameter with states, by its number: itself a number, or a tensor of one element."""
-        return {number: held["step"] for number, held in self.content["state"].items()}
+        return {number: state["step"] for number, state in self.content["state"].items()}
 
     @property
     def step(self) -> int | None:
@@ -165,7 +165,7 @@ class SavedOptimizer:
     def nbytes(self) -> int:
         """The size of the states."""
         read = partial(RankPartReader(str(self.path)).read, OPTIMIZER_STATES)
-        parts = [read(held[kind]) for held in self.content["state"].values() for kind in MOMENTS]
+        parts = [read(state[kind]) for state in self.content["state"].values() for kind in MOMENTS]
         return sum(prod(part.shape) * part.dtype.itemsize for part in parts)
 
     @property
@@ -182,7 +182,7 @@ class SavedOptimizer:
         path = self.path.with_name(self.path.name.replace(OPTIM, EXTRA, 1))
         if not path.is_file():
             return None
-        found = read_dict(
+        schedule = read_dict(
             path,
             self.sources,
             "fsdp-not-a-training-state",
@@ -190,7 +190,7 @@ class SavedOptimizer:
             "copy the file again, or leave out --with-optimizer",
             "a dict with lr_scheduler",
         ).get("lr_scheduler")
-        if not _is_plain(found):
+        if not _is_plain(schedule):
             raise ReshardError(
                 "fsdp-schedule-unknown",
                 "the learning rate schedule cannot be written again",
@@ -199,7 +199,7 @@ class SavedOptimizer:
                 found="other objects",
                 remedy="leave out --with-optimizer, and start the schedule again",
             )
-        return found
+        return schedule
 
     def _of_kind(self, kind: str) -> dict[str, Tensor]:
         tensors, _ = self._joined
@@ -213,15 +213,15 @@ class SavedOptimizer:
             rank: path.with_name(path.name.replace(MODEL, OPTIM, 1))
             for rank, path in self.files.ranks.items()
         }
-        there = {rank: path for rank, path in ranks.items() if path.is_file()}
-        files = RankFiles(self.files.save.replace(MODEL, OPTIM, 1), there, self.files.world)
-        raise_all(missing_rank(files, rank, _RULE) for rank in ranks if rank not in there)
+        present = {rank: path for rank, path in ranks.items() if path.is_file()}
+        files = RankFiles(self.files.save.replace(MODEL, OPTIM, 1), present, self.files.world)
+        raise_all(missing_rank(files, rank, _RULE) for rank in ranks if rank not in present)
         return joined(find_parts(files, self._entries).parts)
 
     def _entries(self, path: Path) -> dict[str, Any]:
         with reading_values(path):
             return {
-                f"{self.names[number]} ({kind})": held[kind]
-                for number, held in _read(path, self.sources)["state"].items()
+                f"{self.names[number]} ({kind})": state[kind]
+                for number, state in _read(path, self.sources)["state"].items()
                 for kind in MOMENTS
             }

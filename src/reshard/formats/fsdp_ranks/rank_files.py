@@ -37,31 +37,31 @@ def is_of_rank(name: str) -> bool:
 
 def saves(folder: Path) -> dict[str, dict[int, Path]]:
     """The files of each save in a folder, by rank; a file with the gathered model counts as that of rank 0."""
-    found: dict[str, dict[int, Path]] = defaultdict(dict)
+    saves: dict[str, dict[int, Path]] = defaultdict(dict)
     for path in sorted(folder.iterdir()):
         match = _RANK.fullmatch(path.name)
         if match:
-            found[match["save"]][int(match["rank"])] = path
+            saves[match["save"]][int(match["rank"])] = path
         elif whole := _WHOLE.fullmatch(path.name):
-            found[f"{whole['save']} in one file"][0] = path
-    return dict(found)
+            saves[f"{whole['save']} in one file"][0] = path
+    return dict(saves)
 
 
 def choose(path: Path) -> RankFiles:
     """The one save at `path`, which may also be the file of one of its ranks."""
-    found = saves(path if path.is_dir() else path.parent)
+    by_save = saves(path if path.is_dir() else path.parent)
     if path.is_file():
-        found = {save: ranks for save, ranks in found.items() if path in ranks.values()}
-    if len(found) > 1:
+        by_save = {save: ranks for save, ranks in by_save.items() if path in ranks.values()}
+    if len(by_save) > 1:
         raise ReshardError(
             "fsdp-several-saves",
             "there are several saves in one folder",
             file=str(path),
             rule="the names of the files of one save differ only in the rank",
-            found=", ".join(f"{save or 'rank'} ({len(ranks)} ranks)" for save, ranks in found.items()),
+            found=", ".join(f"{save or 'rank'} ({len(ranks)} ranks)" for save, ranks in by_save.items()),
             remedy="pass one of the files, or move those of the other save elsewhere",
         )
-    ((save, ranks),) = found.items()
+    ((save, ranks),) = by_save.items()
     match = _WORLD.fullmatch(save)
     return RankFiles(save, ranks, int(match[1]) if match else None)
 

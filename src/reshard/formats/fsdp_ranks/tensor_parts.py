@@ -77,10 +77,10 @@ def find_parts(files: RankFiles, content: Callable[[Path], Mapping[Any, Any]]) -
         _add_plain(parts, file, plain)
         meshes += reader.meshes
     problems += _flat_problems(parts, files)
-    found = {name: flat_parameters.joined(pairs) for name, pairs in parts.items()}
-    problems = one_for_each_file(problems) or _rank_problems(files, found)
+    joined_parts = {name: flat_parameters.joined(pairs) for name, pairs in parts.items()}
+    problems = one_for_each_file(problems) or _rank_problems(files, joined_parts)
     raise_all(problems)
-    return CollectedParts(found, others, max(meshes, key=lambda mesh: len(mesh.shape), default=None))
+    return CollectedParts(joined_parts, others, max(meshes, key=lambda mesh: len(mesh.shape), default=None))
 
 
 def _add_plain(parts: dict[str, Parts], file: str, plain: Mapping[str, StoredTensor]) -> None:
@@ -218,8 +218,8 @@ def _assembled(name: str, pairs: Parts) -> tuple[Tensor, list[Replica]]:
 
 def _gap(name: str, tensor: Tensor, pairs: Parts) -> Problem | None:
     """The problem of a tensor whose shards overlap or do not cover it."""
-    there = covered(tensor.view)
-    if there == tensor.view.numel and not overlaps(tensor.view):
+    elements = covered(tensor.view)
+    if elements == tensor.view.numel and not overlaps(tensor.view):
         return None
     file, first = pairs[0]
     return Problem(
@@ -229,6 +229,6 @@ def _gap(name: str, tensor: Tensor, pairs: Parts) -> Problem | None:
         file=str(Path(file).parent),
         rule=f"{list(first.shape)}: {first.spread}",
         expected=f"{tensor.view.numel} elements, each in one shard",
-        found=f"{there} elements in the files of {len(pairs)} ranks",
+        found=f"{elements} elements in the files of {len(pairs)} ranks",
         remedy=COPY_ALL,
     )

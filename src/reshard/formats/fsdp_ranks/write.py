@@ -98,17 +98,17 @@ class RanksWriting(Writing):
         device, torch = (
             (saved.mesh.device, saved.mesh.pickled.value) if saved.mesh else (MESH_DEVICE, "torch 2.13")
         )
-        found = [
+        notes = [
             f"{world} ranks load the files with FSDP2 over all of them (verl: strategy=fsdp2, fsdp_size=-1){like}, "
             f"the mesh is of {device} devices, in the form of {torch}"
         ]
         if saved.names and (other := _other_names(self.request, saved)):
-            found.append(
+            notes.append(
                 f"names differ from those of the source, whose run cannot load them: {listed(other, 3)}"
             )
         if not self.request.states:
-            return [*found, "verl loads weights without an optimizer with checkpoint.load_contents=[model]"]
-        return [*found, RESUME, *stateless(self.request)]
+            return [*notes, "verl loads weights without an optimizer with checkpoint.load_contents=[model]"]
+        return [*notes, RESUME, *stateless(self.request)]
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,11 @@ class _RankFileWriter:
     def _model(self) -> OrderedDict[str, Any]:
         places = {name: number for number, name in enumerate(self.saved.names)}
         ordered = sorted(self.request.tensors, key=lambda tensor: places.get(tensor.name, len(places)))
-        found = OrderedDict((tensor.name, self._entry(tensor)) for tensor in ordered)
+        entries = OrderedDict((tensor.name, self._entry(tensor)) for tensor in ordered)
         for again, name in self.request.tied_names.items():
-            if name in found:
-                found.setdefault(again, found[name])
-        return found
+            if name in entries:
+                entries.setdefault(again, entries[name])
+        return entries
 
     def _optimizer(self, optimizer: _OptimizerWriter) -> dict[str, Any]:
         states = {

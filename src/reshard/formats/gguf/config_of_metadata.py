@@ -77,20 +77,20 @@ class _StatedMetadata:
 
     def get(self, key: str) -> Any:
         """A single value, or None."""
-        found = self._values.get(key)
-        if found is None or found.type is ValueType.ARRAY:
+        entry = self._values.get(key)
+        if entry is None or entry.type is ValueType.ARRAY:
             return None
-        return float(str(np.float32(found.value))) if found.type is ValueType.FLOAT32 else found.value
+        return float(str(np.float32(entry.value))) if entry.type is ValueType.FLOAT32 else entry.value
 
     def own(self, key: str) -> Any:
         """A number of the architecture, or None."""
-        found = self.get(f"{self.arch}.{key}")
-        return found if isinstance(found, int | float) else None
+        number = self.get(f"{self.arch}.{key}")
+        return number if isinstance(number, int | float) else None
 
     def size(self, key: str) -> int:
         """A size of the architecture, or 0."""
-        found = self.own(key)
-        return found if isinstance(found, int) else 0
+        number = self.own(key)
+        return number if isinstance(number, int) else 0
 
 
 def _family(stated: _StatedMetadata) -> str | None:
@@ -114,16 +114,16 @@ def config_of(
     if family is None or rope is None or not _has_sizes(stated, shapes):
         return None
     names = {**CONFIG_KEYS, **CONFIG_KEYS_OF.get(family, {})}
-    found = {name: stated.own(key) for key, name in names.items() if stated.own(key) is not None}
+    settings = {name: stated.own(key) for key, name in names.items() if stated.own(key) is not None}
     return {
         "architectures": [FAMILIES[family].architecture],
         "model_type": family,
-        **found,
+        **settings,
         "vocab_size": shapes["token_embd.weight"][0],
         "tie_word_embeddings": "output.weight" not in shapes,
         "rope_parameters": rope,
         **_specials(stated),
-        **_own(family, found, stated, shapes),
+        **_own(family, settings, stated, shapes),
     }
 
 
@@ -137,7 +137,7 @@ def recorded_by(
     stated = _StatedMetadata(values)
     latent = stated.own("attention.kv_lora_rank") is not None
     absorbed = ("attention.head_count_kv", "attention.key_length") if latent else ()
-    found = {
+    settings = {
         name: stated.own(key)
         for key, name in CONFIG_KEYS.items()
         if stated.own(key) is not None and key not in absorbed
@@ -152,7 +152,7 @@ def recorded_by(
         rope = {"rope_type": "longrope"}
     rope |= {} if theta is None else {"rope_theta": theta}
     family = {} if _family(stated) is None else {"model_type": _family(stated)}
-    return {**family, **found, "rope_parameters": rope}
+    return {**family, **settings, "rope_parameters": rope}
 
 
 def _has_sizes(stated: _StatedMetadata, shapes: Shapes) -> bool:
@@ -214,25 +214,28 @@ def _both(rope: dict[str, Any], stated: _StatedMetadata) -> dict[str, Any]:
 def _specials(stated: _StatedMetadata) -> dict[str, int]:
     """The ids of special tokens, by their keys in config.json."""
     keys = {"bos": "bos", "eos": "eos", "padding": "pad"}
-    found = {short: stated.get(f"tokenizer.ggml.{key}_token_id") for key, short in keys.items()}
-    return {f"{short}_token_id": number for short, number in found.items() if isinstance(number, int)}
+    ids = {short: stated.get(f"tokenizer.ggml.{key}_token_id") for key, short in keys.items()}
+    return {f"{short}_token_id": number for short, number in ids.items() if isinstance(number, int)}
 
 
-def _own(family: str, found: Mapping[str, Any], stated: _StatedMetadata, shapes: Shapes) -> dict[str, Any]:
+def _own(family: str, settings: Mapping[str, Any], stated: _StatedMetadata, shapes: Shapes) -> dict[str, Any]:
     """What a family has of its own."""
-    layers = found["num_hidden_layers"]
+    layers = settings["num_hidden_layers"]
     own: dict[str, Any] = {}
     if family in FULL_ATTENTION_EVERY:
         every = FULL_ATTENTION_EVERY[family]
         own["layer_types"] = [LOCAL if (index + 1) % every else GLOBAL for index in range(layers)]
     if family in LAYERS_OF_27B:
-        heads = found["hidden_size"] // found["num_attention_heads"]
-        own["query_pre_attn_scalar"] = heads if layers == LAYERS_OF_27B[family] else found["head_dim"]
+        heads = settings["hidden_size"] // settings["num_attention_heads"]
+        own["query_pre_attn_scalar"] = heads if layers == LAYERS_OF_27B[family] else settings["head_dim"]
     if family == "llama":
         own["attention_bias"] = "blk.0.attn_q.bias" in shapes
         own["mlp_bias"] = "blk.0.ffn_down.bias" in shapes
-    rotated, usual = stated.own("rope.dimension_count"), found["hidden_size"] // found["num_attention_heads"]
-    if family in ("llama", "mixtral") and "head_dim" not in found and rotated not in (None, usual):
+    rotated, usual = (
+        stated.own("rope.dimension_count"),
+        settings["hidden_size"] // settings["num_attention_heads"],
+    )
+    if family in ("llama", "mixtral") and "head_dim" not in settings and rotated not in (None, usual):
         own["head_dim"] = rotated
     if family == "qwen3_moe":
         own["norm_topk_prob"] = True

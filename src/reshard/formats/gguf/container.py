@@ -107,12 +107,12 @@ class _Cursor:
 
     def texts(self, count: int) -> list[str | bytes]:
         """So many strings. Those that are complete in the buffer are decoded without a call for each."""
-        found: list[str | bytes] = []
-        while len(found) < count:
-            found += self._buffered_texts(count - len(found))
-            if len(found) < count:
-                found.append(self.text())
-        return found
+        texts: list[str | bytes] = []
+        while len(texts) < count:
+            texts += self._buffered_texts(count - len(texts))
+            if len(texts) < count:
+                texts.append(self.text())
+        return texts
 
     def _buffered_texts(self, most: int) -> Iterator[str | bytes]:
         buffer, at = self._buffer, self.at - self._begin
@@ -128,10 +128,10 @@ class _Cursor:
         self.at = self._begin + at
 
     def name(self) -> str:
-        found = self.text()
-        if not isinstance(found, str):
-            raise _InvalidError(f"a name that is not UTF-8: {found[:80]!r}")
-        return found
+        name = self.text()
+        if not isinstance(name, str):
+            raise _InvalidError(f"a name that is not UTF-8: {name[:80]!r}")
+        return name
 
     def type(self) -> ValueType:
         number = self.number("I")
@@ -196,16 +196,16 @@ def _parsed(cursor: _Cursor, path: Path) -> GgufContent:
         if key in metadata:
             raise _InvalidError(f"{key} twice")
         metadata[key] = cursor.value()
-    told = metadata.get(ALIGNED_AS, Value(ValueType.UINT32, ALIGNMENT)).value
-    if not isinstance(told, int) or told < 1 or told & (told - 1):
-        raise _InvalidError(f"{ALIGNED_AS} {told!r}, which is no power of two")
+    alignment = metadata.get(ALIGNED_AS, Value(ValueType.UINT32, ALIGNMENT)).value
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise _InvalidError(f"{ALIGNED_AS} {alignment!r}, which is no power of two")
     infos: dict[str, TensorInfo] = {}
     for _ in range(tensors):
         name = cursor.name()
         if name in infos:
             raise _InvalidError(f"the tensor {name} twice")
         infos[name] = _info(cursor, name)
-    begin = padded(cursor.at, told)
+    begin = padded(cursor.at, alignment)
     return GgufContent(
         metadata, {name: info._replace(offset=begin + info.offset) for name, info in infos.items()}
     )

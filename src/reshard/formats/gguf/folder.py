@@ -124,12 +124,12 @@ def _told(blocks: int, counted: Counter[str]) -> list[str]:
 
 def _about(metadata: Metadata) -> list[str]:
     """What the metadata say about the model."""
-    told = [
+    titles = [
         str(metadata[f"general.{key}"].value)
         for key in ("architecture", "name")
         if f"general.{key}" in metadata
     ]
-    return [f"general.architecture and name: {', '.join(told)}"] if told else []
+    return [f"general.architecture and name: {', '.join(titles)}"] if titles else []
 
 
 def _only(folder: Path) -> Path:
@@ -176,42 +176,42 @@ def _check_split(contents: Mapping[Path, GgufContent]) -> None:
     """Raise ReshardError if the parts say that they are others, or that there are more."""
     tensors = sum(len(content.infos) for content in contents.values())
     for number, (file, content) in enumerate(contents.items()):
-        told = {
+        stated = {
             key: content.metadata[key].value
             for key in (SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS)
             if key in content.metadata
         }
         right = {SPLIT_NUMBER: number, SPLIT_COUNT: len(contents), SPLIT_TENSORS: tensors}
-        is_alone = len(contents) == 1 and not told.get(SPLIT_COUNT)
-        if not is_alone and told != right:
+        is_alone = len(contents) == 1 and not stated.get(SPLIT_COUNT)
+        if not is_alone and stated != right:
             raise ReshardError(
                 "gguf-split-differs",
                 "the parts of a split GGUF file do not belong together",
                 file=str(file),
                 rule="each part says its number, how many there are, and how many tensors they have",
                 expected=_pairs(right),
-                found=_pairs(told) or "none of this",
+                found=_pairs(stated) or "none of this",
                 remedy="give the parts the names with which they were written (NAME-00001-of-00003.gguf), and "
                 "copy those that are missing",
             )
 
 
-def _pairs(told: Mapping[str, object]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in told.items())
+def _pairs(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())
 
 
 def _refuse_others(metadata: Metadata, path: Path) -> None:
     """Raise ReshardError for a file that contains no language model."""
-    told = metadata.get("general.type")
-    if told and told.value != "model":
+    kind = metadata.get("general.type")
+    if kind and kind.value != "model":
         raise ReshardError(
             "gguf-not-a-model",
             "this GGUF file contains no language model",
             file=str(path),
             expected="general.type model",
-            found=f"general.type {told.value}",
+            found=f"general.type {kind.value}",
             remedy="pass the file of the model"
-            if told.value == "mmproj"
+            if kind.value == "mmproj"
             else "convert the adapter or the data that it was made from",
         )
 

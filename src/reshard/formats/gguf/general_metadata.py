@@ -144,10 +144,10 @@ def named(identity: str | None, parameters: int) -> ModelName:
 
 def titled(name: str) -> str:
     """A name as a title: words in small letters are capitalized, unless they are versions."""
-    words = name.strip().replace("-", " ").split()
+    parts = name.strip().replace("-", " ").split()
     return " ".join(
         word.title() if word.islower() and not re.match(r"^(v\d+(?:\.\d+)*|\d.*)$", word) else word
-        for word in words
+        for word in parts
     )
 
 
@@ -160,10 +160,10 @@ def card_of(readme: bytes | None) -> Card:
     matter = "\n".join(lines[1:end]) + "\n"
     matter = matter.replace("- no\n", '- "no"\n').replace("\t", "  ")  # Norwegian, and tabs that are no YAML
     try:
-        found = yaml_of(matter.encode())
+        card = yaml_of(matter.encode())
     except (ValueError, ArithmeticError):
         return {}
-    return found if isinstance(found, Mapping) else {}
+    return card if isinstance(card, Mapping) else {}
 
 
 def _listed(value: Any) -> list[Any]:
@@ -179,33 +179,33 @@ def _related(entry: Any, parameters: int) -> Mapping[str, Any]:
     """What is known of a model or dataset, from its name or address on the Hub."""
     if not isinstance(entry, str):
         return entry if isinstance(entry, Mapping) else {}
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     identity: str | None = entry
     if entry.startswith(("http://", "https://", "ssh://")):
-        found["repo_url"] = entry
+        facts["repo_url"] = entry
         match = _HUB.match(entry)
         identity = match.group(1) if match else None
     parts = named(identity, parameters)
     if parts.name:
-        found["name"] = titled(parts.name)
+        facts["name"] = titled(parts.name)
     if parts.organization:
-        found["organization"] = titled(parts.organization)
-        found.setdefault("repo_url", f"https://huggingface.co/{parts.organization}/{parts.name}")
+        facts["organization"] = titled(parts.organization)
+        facts.setdefault("repo_url", f"https://huggingface.co/{parts.organization}/{parts.name}")
     if parts.version:
-        found["version"] = parts.version
-    return found
+        facts["version"] = parts.version
+    return facts
 
 
 def _stated(card: Card) -> dict[str, Any]:
     """What the model card says, by llama.cpp's own names, or with `model_` before them."""
-    found: dict[str, Any] = {}
+    stated: dict[str, Any] = {}
     for key in ("name", *STATED, "size_label"):
-        found[key] = next((card[each] for each in (key, f"model_{key}") if card.get(each) is not None), None)
+        stated[key] = next((card[each] for each in (key, f"model_{key}") if card.get(each) is not None), None)
     for key in SOURCES:
-        found[f"source.{key}"] = next((card[each] for each in (key, f"model_{key}") if card.get(each)), None)
-    found["author"] = found["author"] or card.get("model_creator")
-    found["basename"] = found["basename"] or card.get("model_type")
-    return found
+        stated[f"source.{key}"] = next((card[each] for each in (key, f"model_{key}") if card.get(each)), None)
+    stated["author"] = stated["author"] or card.get("model_creator")
+    stated["basename"] = stated["basename"] or card.get("model_type")
+    return stated
 
 
 def _named_elsewhere(config: Mapping[str, Any], folder: str, parameters: int) -> Iterator[tuple[str, Any]]:
@@ -242,10 +242,10 @@ def _relations(keys: TypedMetadata, kind: str, entries: list[Any] | None, parame
         return
     keys.set(f"general.{kind}.count", ValueType.UINT32, len(entries))
     for index, entry in enumerate(entries):
-        found = _related(entry, parameters)
+        facts = _related(entry, parameters)
         for key in RELATED:
-            if found.get(key) is not None:
-                keys.text(f"general.{kind}.{index}.{key}", str(found[key]))
+            if facts.get(key) is not None:
+                keys.text(f"general.{kind}.{index}.{key}", str(facts[key]))
 
 
 def _first(card: Card, *names: str) -> list[Any] | None:
@@ -268,18 +268,18 @@ def general(
             f"general.sampling.{key}", kind, next((generation[n] for n in names if n in generation), None)
         )
     card = card_of(readme)
-    found = _stated(card)
+    stated = _stated(card)
     for key, value in _named_elsewhere(config, folder, parameters[0]):
-        if found.get(key) is None:
-            found[key] = value
-    found["name"] = found["name"] or folder
-    found["size_label"] = found["size_label"] or size_label(parameters)
+        if stated.get(key) is None:
+            stated[key] = value
+    stated["name"] = stated["name"] or folder
+    stated["size_label"] = stated["size_label"] or size_label(parameters)
     licenses = card.get("license")
-    found["license"] = ",".join(map(str, licenses)) if isinstance(licenses, list) else licenses
-    found["license.name"], found["license.link"] = card.get("license_name"), card.get("license_link")
+    stated["license"] = ",".join(map(str, licenses)) if isinstance(licenses, list) else licenses
+    stated["license.name"], stated["license.link"] = card.get("license_name"), card.get("license_link")
     order = ("name", *STATED, "size_label", "license", "license.name", "license.link")
     for key in (*order, *(f"source.{each}" for each in SOURCES)):
-        keys.text(f"general.{key}", None if found[key] is None else str(found[key]))
+        keys.text(f"general.{key}", None if stated[key] is None else str(stated[key]))
     _relations(
         keys, "base_model", _first(card, "base_model", "base_models", "base_model_sources"), parameters[0]
     )

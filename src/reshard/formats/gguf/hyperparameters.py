@@ -288,7 +288,7 @@ def hyperparameters(config: Config, arch: str, keys: TypedMetadata) -> None:
     """Set the keys of the architecture."""
     whole = completed(config)
     rope, local = ropes(whole)
-    found = {
+    values = {
         **whole,
         **dict(_scaling(rope, whole)),
         "rope.theta": rope.get("rope_theta"),
@@ -296,9 +296,9 @@ def hyperparameters(config: Config, arch: str, keys: TypedMetadata) -> None:
         "gate": GATING_FUNCTIONS.get(str(whole.get("scoring_func"))),
         **(_DERIVED[arch](whole) if arch in _DERIVED else {}),
     }
-    is_known = arch in ROPELESS and rope.get("rope_theta") == PLAIN_THETA and "scaling.type" not in found
+    is_known = arch in ROPELESS and rope.get("rope_theta") == PLAIN_THETA and "scaling.type" not in values
     common = [fact for fact in COMMON_HYPERPARAMETERS if not (is_known and fact.key.startswith("rope."))]
     for fact in (*common, *OF_ARCHITECTURE.get(arch, ())):
-        name = next((name for name in fact.names if found.get(name) is not None), None)
+        name = next((name for name in fact.names if values.get(name) is not None), None)
         if name is not None:
-            keys.set(f"{arch}.{fact.key}", fact.type, found[name])
+            keys.set(f"{arch}.{fact.key}", fact.type, values[name])

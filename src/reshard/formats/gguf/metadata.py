@@ -74,8 +74,8 @@ def metadata(config: Mapping[str, Any], files: Mapping[str, bytes], arch: str, f
 def _generation(files: Mapping[str, bytes]) -> Mapping[str, Any]:
     """The settings of generation; a file that is not valid is left out, as it is by llama.cpp's converter."""
     with suppress(ValueError):
-        found = json_of(files.get(GENERATION, b"{}"))
-        return found if isinstance(found, Mapping) else {}
+        settings = json_of(files.get(GENERATION, b"{}"))
+        return settings if isinstance(settings, Mapping) else {}
     return {}
 
 

@@ -55,8 +55,8 @@ def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 def _piece(content: bytes) -> VocabularyPiece:
     """One piece; protocol buffers leave out a type that is `NORMAL` and a score that is 0."""
-    found = dict(_fields(content))
-    text, score, kind = found.get(1, b""), found.get(2, bytes(4)), found.get(3, NORMAL)
+    fields = dict(_fields(content))
+    text, score, kind = fields.get(1, b""), fields.get(2, bytes(4)), fields.get(3, NORMAL)
     if (
         not isinstance(text, bytes)
         or not isinstance(score, bytes)
@@ -69,7 +69,7 @@ def _piece(content: bytes) -> VocabularyPiece:
 
 def pieces(content: bytes) -> list[VocabularyPiece]:
     """The pieces of a model, by id. Raises ValueError."""
-    found = [_piece(value) for number, value in _fields(content) if number == 1 and isinstance(value, bytes)]
-    if not found:
+    pieces = [_piece(value) for number, value in _fields(content) if number == 1 and isinstance(value, bytes)]
+    if not pieces:
         raise ValueError("it contains no pieces")
-    return found
+    return pieces

@@ -43,9 +43,9 @@ def _spaceless(part: Any) -> str:
 def merges_of(tokenizer: Json, merges_txt: bytes | None) -> list[str]:
     """The merges as texts with a space between the halves, from tokenizer.json or merges.txt."""
     model = tokenizer.get("model")
-    found = model.get("merges") if isinstance(model, Mapping) else None
-    if isinstance(found, list) and found:
-        return [each if isinstance(each, str) else " ".join(map(_spaceless, each)) for each in found]
+    merges = model.get("merges") if isinstance(model, Mapping) else None
+    if isinstance(merges, list) and merges:
+        return [each if isinstance(each, str) else " ".join(map(_spaceless, each)) for each in merges]
     lines = (merges_txt or b"").decode("utf-8", "replace").split("\n")
     start = 1 if lines[0].strip().startswith("#") else 0
     halves = [line.split() for line in lines[start:]]
@@ -168,8 +168,8 @@ class SpecialTokens:
         text = config.get("text_config")
         for role in self.roles:
             key = f"{role}_token_id"
-            found = config.get(key)
-            self.put(role, text.get(key) if found is None and isinstance(text, Mapping) else found)
+            number = config.get(key)
+            self.put(role, text.get(key) if number is None and isinstance(text, Mapping) else number)
 
     def put(self, role: str, number: Any) -> None:
         """Set the id of a role that has none yet, if it is the id of a token."""
@@ -186,13 +186,13 @@ class SpecialTokens:
 
 
 def _special(part: Json) -> str | None:
-    found = part.get("SpecialToken") or {}
-    return found.get("id")
+    token = part.get("SpecialToken") or {}
+    return token.get("id")
 
 
 def _sequence(part: Json) -> str | None:
-    found = part.get("Sequence") or {}
-    return found.get("id")
+    sequence = part.get("Sequence") or {}
+    return sequence.get("id")
 
 
 def write_template(keys: TypedMetadata, template: Any) -> None:

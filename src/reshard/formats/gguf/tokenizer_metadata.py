@@ -61,12 +61,12 @@ def read(files: Files, name: str) -> Json | None:
     if name not in files:
         return None
     try:
-        found = json_of(files[name])
+        content = json_of(files[name])
     except ValueError as error:
         raise unreadable(name, f"invalid JSON: {error}") from error
-    if not isinstance(found, Mapping):
-        raise unreadable(name, json_kind(found))
-    return found
+    if not isinstance(content, Mapping):
+        raise unreadable(name, json_kind(content))
+    return content
 
 
 def unreadable(name: str, found: str) -> ReshardError:
@@ -118,7 +118,7 @@ def decoded(text: str, decoder: Any) -> str:
 
 def _added(tokenizer: Json, settings: Json, added: Json) -> dict[int, AddedToken]:
     """The tokens that were added to a vocabulary, by id: transformers unites what three files list."""
-    found = {
+    tokens = {
         number: AddedToken(text, False, True) for text, number in added.items() if isinstance(number, int)
     }
     decoder = settings.get("added_tokens_decoder")
@@ -128,19 +128,21 @@ def _added(tokenizer: Json, settings: Json, added: Json) -> dict[int, AddedToken
         text = content_of(each)
         if text is not None and str(number).isdecimal():
             special = bool(each.get("special"))
-            found[int(number)] = AddedToken(text, special, bool(each.get("normalized", not special)))
-    return found
+            tokens[int(number)] = AddedToken(text, special, bool(each.get("normalized", not special)))
+    return tokens
 
 
 def _texts(files: Files, tokenizer: Json) -> dict[int, str]:
     """The tokens of the model itself, by id. Raises ReshardError."""
     model = tokenizer.get("model")
-    words = model.get("vocab") if isinstance(model, Mapping) else read(files, VOCABULARY)
-    if not isinstance(words, Mapping) or not all(isinstance(number, int) for number in words.values()):
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else read(files, VOCABULARY)
+    if not isinstance(vocabulary, Mapping) or not all(
+        isinstance(number, int) for number in vocabulary.values()
+    ):
         raise unreadable(
             TOKENIZER if TOKENIZER in files else VOCABULARY, "it does not list tokens with their ids"
         )
-    return {number: text for text, number in words.items()}
+    return {number: text for text, number in vocabulary.items()}
 
 
 def byte_level(files: Files, rows: int) -> Vocabulary:
@@ -180,12 +182,12 @@ def _as_added(token: AddedToken, specials: Container[str] = ()) -> tuple[str, in
 def pieces(files: Files, rows: int) -> Vocabulary:
     """The tokens of a SentencePiece model, and those that were added to it."""
     try:
-        found = sentencepiece.pieces(files[PIECES])
+        stored = sentencepiece.pieces(files[PIECES])
     except ValueError as error:
         raise unreadable(PIECES, str(error)) from error
     tokens: list[str | bytes] = [f"[PAD{number}]" for number in range(rows)]
     scores, types = [PADDED] * rows, [UNUSED] * rows
-    for number, piece in enumerate(found[:rows]):
+    for number, piece in enumerate(stored[:rows]):
         kind = NORMAL if piece.type == USER_DEFINED else piece.type
         tokens[number], scores[number], types[number] = piece.text, piece.score, kind
     for text, number in (read(files, ADDED) or {}).items():
@@ -260,19 +262,19 @@ def merged_pieces(files: Files, rows: int) -> Vocabulary:
 def _template(files: Files, settings: Json | None) -> Any:
     if settings is None:
         return None
-    beside: Any = None
+    template: Any = None
     if TEMPLATE in files:
-        beside = files[TEMPLATE].decode("utf-8", "replace")
+        template = files[TEMPLATE].decode("utf-8", "replace")
         more = sorted(name for name in files if name.startswith(TEMPLATES) and name.endswith(".jinja"))
         if more:
             named = [(name.removeprefix(TEMPLATES).removesuffix(".jinja"), files[name]) for name in more]
-            beside = [
-                {"name": "default", "template": beside},
+            template = [
+                {"name": "default", "template": template},
                 *({"name": name, "template": text.decode("utf-8", "replace")} for name, text in named),
             ]
     elif "chat_template.json" in files:
-        beside = (read(files, "chat_template.json") or {}).get("chat_template")
-    return settings.get("chat_template", beside)
+        template = (read(files, "chat_template.json") or {}).get("chat_template")
+    return settings.get("chat_template", template)
 
 
 def _kind(files: Files, tokenizer: Json, arch: str) -> str:
@@ -361,15 +363,15 @@ def write(
     kind = _kind(files, tokenizer, arch)
     if arch == "llama" and settings and settings.get("add_prefix_space") is not None:
         keys.set("tokenizer.ggml.add_space_prefix", ValueType.BOOL, bool(settings["add_prefix_space"]))
-    found = _READERS[kind](files, rows)
+    vocabulary = _READERS[kind](files, rows)
     keys.text("tokenizer.ggml.model", "gpt2" if kind == "byte-level" else "llama")
     if kind == "byte-level":
         yield from _write_pre(keys, tokenizer, family)
     else:
         keys.text("tokenizer.ggml.pre", "default")
-    keys.array("tokenizer.ggml.tokens", ValueType.STRING, found.tokens)
-    keys.array("tokenizer.ggml.scores", ValueType.FLOAT32, found.scores)
-    keys.array("tokenizer.ggml.token_type", ValueType.INT32, found.types)
+    keys.array("tokenizer.ggml.tokens", ValueType.STRING, vocabulary.tokens)
+    keys.array("tokenizer.ggml.scores", ValueType.FLOAT32, vocabulary.scores)
+    keys.array("tokenizer.ggml.token_type", ValueType.INT32, vocabulary.types)
     if kind == "byte-level":
         keys.array("tokenizer.ggml.merges", ValueType.STRING, merges_of(tokenizer, files.get(MERGES)))
     specials = SpecialTokens(tokenizer, settings, config, None if kind == "byte-level" else rows)

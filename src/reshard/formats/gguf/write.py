@@ -86,13 +86,13 @@ def _wanted(request: Request, main: DType) -> TensorType:
 
 def check_config(config: Mapping[str, Any]) -> None:
     """Raise ReshardError for a model that the metadata cannot describe."""
-    if (found := model_type(config)) not in ARCHITECTURES:
+    if (kind := model_type(config)) not in ARCHITECTURES:
         raise ReshardError(
             "gguf-model-unsupported",
             "reshard cannot write this model as GGUF",
             rule="config and tokenizer become metadata of llama.cpp, which differ by model",
             expected=f"model_type {', '.join(sorted(ARCHITECTURES))}",
-            found=f"model_type {found}",
+            found=f"model_type {kind}",
             remedy="write a Hugging Face folder (--to huggingface), and convert that with convert_hf_to_gguf.py of"
             " llama.cpp, if llama.cpp has the model",
         )
@@ -209,8 +209,8 @@ def _frequencies(config: Mapping[str, Any]) -> list[float]:
     smooth = ((1 / waves) * np.float32(length) - np.float32(low)) / np.float32(high - low)
     between = 1 / ((1 - smooth) / np.float32(factor) + smooth)
     divisors = np.where(waves < length / high, 1, np.where(waves > length / low, factor, between))
-    found: list[float] = divisors.astype(np.float32).tolist()
-    return found
+    factors: list[float] = divisors.astype(np.float32).tolist()
+    return factors
 
 
 class GgufWriting(Writing):
@@ -228,10 +228,10 @@ class GgufWriting(Writing):
             self.tensors[ROPE_TENSOR] = GgufTensor(F32, (len(frequencies),), content)
         self.tensors |= {each.name: _stored(request, arch, each) for each in request.tensors}
         config = json_of(request.companions[CONFIG])
-        made = metadata(config, request.companions, arch, _facts(request, self.tensors))
-        self._differences = made.warnings
+        described = metadata(config, request.companions, arch, _facts(request, self.tensors))
+        self._differences = described.warnings
         self.metadata: Metadata = {
-            **made.values,
+            **described.values,
             "general.file_type": Value(ValueType.UINT32, _file_type(request, self.tensors)),
             "general.quantization_version": Value(ValueType.UINT32, QUANTIZATION_VERSION),
         }
@@ -278,15 +278,15 @@ class GgufWriting(Writing):
     def notes(self) -> list[str]:
         """Which types the tensors have, and why."""
         counted = Counter(stored.kind.name for stored in self.tensors.values())
-        told = [f"types: {', '.join(f'{kind} × {count}' for kind, count in counted.most_common())}"]
+        notes = [f"types: {', '.join(f'{kind} × {count}' for kind, count in counted.most_common())}"]
         if not self.request.options.quantize:
-            return told
+            return notes
         wanted = written(self.request.options.quantize)
         if narrow := [name for name, each in self.tensors.items() if _fell_back(name, each, wanted)]:
-            told.append(
+            notes.append(
                 f"{len(narrow)} tensors are in F16, because {wanted.elements} does not divide their rows: {narrow[0]}"
             )
-        return told
+        return notes
 
     def afterwards(self) -> Iterator[OutputCommand]:
         """How to quantize the output further, with the program of llama.cpp."""

@@ -110,13 +110,13 @@ def _step(path: Path, iteration: Iteration | None) -> Path:
     """The folder of the requested step: InternEvo names folders by their steps."""
     if iteration is None or path.resolve().name == str(iteration):
         return path
-    asked = path.resolve().parent / str(iteration)
-    if path.resolve().name.isdecimal() and detect(asked):
-        return asked
+    folder = path.resolve().parent / str(iteration)
+    if path.resolve().name.isdecimal() and detect(folder):
+        return folder
     raise ReshardError(
         "internlm-iteration-not-found",
         "this iteration does not exist",
-        file=str(asked),
+        file=str(folder),
         expected=f"the folder {iteration} with model_tp*_pp*.pt",
         found=str(path),
         remedy="pass the folder of the step, or leave out --iteration",
@@ -125,12 +125,12 @@ def _step(path: Path, iteration: Iteration | None) -> Path:
 
 def _ranks(folder: Path) -> dict[InternEvoRank, Path]:
     """The file of each rank. Raises ReshardError for missing ones, as far as the names of the others imply them."""
-    found = {}
+    files = {}
     for path in folder.glob("model_*.pt"):
         if match := _RANK.fullmatch(path.name):
             tp, wp, only_wp, pp = match.groups()
-            found[InternEvoRank(_number(tp), _number(wp or only_wp), int(pp))] = path
-    if not found:
+            files[InternEvoRank(_number(tp), _number(wp or only_wp), int(pp))] = path
+    if not files:
         raise ReshardError(
             "internlm-fsdp-unsupported",
             "the weights are sharded by FSDP",
@@ -139,8 +139,8 @@ def _ranks(folder: Path) -> dict[InternEvoRank, Path]:
             found=", ".join(sorted(child.name for child in folder.glob("model_*.pt"))[:4]),
             remedy="load it with InternEvo and save it with zero1=dict(fsdp=False)",
         )
-    raise_all(_missing(found))
-    return dict(sorted(found.items(), key=lambda item: _order_of(item[0])))
+    raise_all(_missing(files))
+    return dict(sorted(files.items(), key=lambda item: _order_of(item[0])))
 
 
 def _number(digits: str | None) -> int | None:
@@ -151,10 +151,10 @@ def _order_of(rank: InternEvoRank) -> tuple[int, int, int]:
     return rank.pp, rank.tp or 0, rank.wp or 0
 
 
-def _missing(found: Mapping[InternEvoRank, Path]) -> list[Problem]:
+def _missing(files: Mapping[InternEvoRank, Path]) -> list[Problem]:
     """Problems of missing files. Under weight parallelism a rank has both coordinates: only some pairs have a file."""
-    tp, wp, pp = (1 + max(number or 0 for number in numbers) for numbers in zip(*found, strict=True))
-    example, path = next(iter(found.items()))
+    tp, wp, pp = (1 + max(number or 0 for number in numbers) for numbers in zip(*files, strict=True))
+    example, path = next(iter(files.items()))
     pairs = {(r % tp, r % wp) for r in range(max(tp, wp))}
     wanted = {
         InternEvoRank(None if example.tp is None else t, None if example.wp is None else w, p)
@@ -167,10 +167,10 @@ def _missing(found: Mapping[InternEvoRank, Path]) -> list[Problem]:
             "the file of a rank is missing",
             file=str(path.with_name(_name(rank, path.name))),
             rule=f"{len(wanted)} ranks have a file each",
-            found=f"{len(found)} files",
+            found=f"{len(files)} files",
             remedy=COPY_AGAIN,
         )
-        for rank in sorted(wanted - found.keys(), key=_order_of)
+        for rank in sorted(wanted - files.keys(), key=_order_of)
     ]
 
 

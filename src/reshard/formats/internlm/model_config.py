@@ -79,16 +79,16 @@ def read_model_config(folder: Path, sources: Sources) -> dict[str, Any] | None:
     if isinstance(content, Opaque):  # InternEvo's own dict class
         content = dict(item for item in content.items if isinstance(item, tuple) and len(item) == 2)
     if not isinstance(content, Mapping) or content.get("num_attention_heads") is None:
-        found = type(content).__name__
+        fault = type(content).__name__
     else:
-        found = ", ".join(f"{key}={reprlib.repr(value)}" for key, value in _no_numbers(content))
-    if found:
+        fault = ", ".join(f"{key}={reprlib.repr(value)}" for key, value in _no_numbers(content))
+    if fault:
         raise ReshardError(
             "internlm-config-unreadable",
             f"{MODEL_CONFIG} cannot be read",
             file=str(path),
             expected="a dict with num_attention_heads, and numbers",
-            found=found,
+            found=fault,
             remedy="copy it again from where it was saved",
         )
     return dict(content)

@@ -79,12 +79,12 @@ class InternlmWriting(Writing):
         config = engine_config(
             model.family.name, self.request.config, layout.vpp, dtype(self.request.main_dtype)
         )
-        held: dict[int, list[tuple[str, Planned]]] = {}
+        by_stage: dict[int, list[tuple[str, Planned]]] = {}
         for tensor in self.request.tensors:
             stage, key = _place(tensor.name, places, layout)
-            held.setdefault(stage, []).append((key, tensor))
+            by_stage.setdefault(stage, []).append((key, tensor))
         files = [
-            rank_file(f"model_tp{tp}_pp{stage}.pt", held[stage], split_of_new, tp, layout.tp)
+            rank_file(f"model_tp{tp}_pp{stage}.pt", by_stage[stage], split_of_new, tp, layout.tp)
             for stage in range(layout.pp)
             for tp in range(layout.tp)
         ]
@@ -153,8 +153,8 @@ def _place(name: str, places: list[tuple[int, int, range]], layout: Layout) -> t
     stage, chunk, key = layout.pp - 1, layout.vpp - 1, name
     if place.layer is not None:
         layer = place.layer
-        stage, chunk, held = next(part for part in places if layer in part[2])
-        key = place.name(layer - held.start)
+        stage, chunk, layers = next(part for part in places if layer in part[2])
+        key = place.name(layer - layers.start)
     elif name in EMBEDDINGS:
         stage, chunk = 0, 0
     prefix = f"{chunk}." if layout.vpp > 1 else ""
@@ -169,19 +169,19 @@ def split_of_new(name: str) -> Split | None:
 
 
 def rank_file(
-    path: str, held: Iterable[tuple[str, Planned]], split_of: Splits, tp: int, ranks: int
+    path: str, tensors: Iterable[tuple[str, Planned]], split_of: Splits, tp: int, ranks: int
 ) -> OutputFile:
-    """The file of one of `ranks`, with its shards of the tensors in `held`, by their keys."""
-    image = layout_torch_file(OrderedDict(_shards(held, split_of, tp, ranks)))
+    """The file of one of `ranks`, with its shards of the tensors in `tensors`, by their keys."""
+    image = layout_torch_file(OrderedDict(_shards(tensors, split_of, tp, ranks)))
     blocks = list(blocks_of((slot.key, slot) for slot in image.slots))
     return OutputFile(path, image.size, blocks, lambda: iter(image.literals))
 
 
 def _shards(
-    held: Iterable[tuple[str, Planned]], split_of: Splits, tp: int, ranks: int
+    tensors: Iterable[tuple[str, Planned]], split_of: Splits, tp: int, ranks: int
 ) -> Iterator[tuple[str, NewTensor]]:
     """One rank's shards of the tensors of its stage; the bias of a row-parallel linear is on the first rank only."""
-    for key, tensor in held:
+    for key, tensor in tensors:
         split = split_of(tensor.name)
         if split or tp == 0 or not tensor.name.endswith("bias"):
             part = shard_of(tensor, split, tp, ranks)

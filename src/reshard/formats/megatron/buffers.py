@@ -118,14 +118,14 @@ _Buckets = Mapping[_BufferKey, Mapping[int, tuple[str, DcpTensor]]]
 
 def buckets_of(stored: Mapping[str, DcpTensor]) -> dict[str, _Buckets]:
     """The buckets among the tensors of a checkpoint, by state; empty if there are none."""
-    found: defaultdict[str, dict[_BufferKey, dict[int, tuple[str, DcpTensor]]]] = defaultdict(dict)
+    buckets: defaultdict[str, dict[_BufferKey, dict[int, tuple[str, DcpTensor]]]] = defaultdict(dict)
     for key, tensor in stored.items():
         match = _BUCKET.fullmatch(key)
         if match and len(tensor.shape) == 1:
             link, group, number, bucket, state = match.groups()
             buffer = _BufferKey(link not in (None, "0"), int(group), int(number))
-            found[state].setdefault(buffer, {})[int(bucket)] = key, tensor
-    return dict(found)
+            buckets[state].setdefault(buffer, {})[int(bucket)] = key, tensor
+    return dict(buckets)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class OptimizerBuffers:
     def spare(self, nbytes: int) -> int:
         """How many of the optimizer's `nbytes` are not the states of weights."""
         numel = sum(tensor.view.numel for name, tensor in self.weights.items() if _is_trained(name))
-        firsts = (next(iter(next(iter(held.values())).values()))[1] for held in self.buckets.values())
+        firsts = (next(iter(next(iter(buckets.values())).values()))[1] for buckets in self.buckets.values())
         return max(0, nbytes - sum(numel * each.dtype.itemsize for each in firsts))
 
     def state(self, state: str) -> dict[str, Tensor]:
@@ -159,15 +159,15 @@ class OptimizerBuffers:
         Of a state that several ranks have, it is the first one's, as in Megatron-Core's other kinds of sharding.
         """
         segments, lines = self._segments, self._lines(STATE_KEYS[state])
-        found: dict[str, TensorShards] = {}
+        by_name: dict[str, TensorShards] = {}
         for segment in segments:
             parameter = segment.parameter
             name = parameter.shard.tensor.name
             split = split_of(name, is_gated(self.args))
             ranks = self._layout.etp if parameter.is_expert else self._layout.tp
-            shards = found.setdefault(name, TensorShards(split, ranks if split else 1))
+            shards = by_name.setdefault(name, TensorShards(split, ranks if split else 1))
             shards.by_rank.setdefault(parameter.at if split else 0, _cut(lines, segment))
-        return {name: shards.joined() for name, shards in found.items()}
+        return {name: shards.joined() for name, shards in by_name.items()}
 
     def proof(self) -> list[Replica]:
         """The comparisons that prove the order: all masters with the weights, and modules with their like."""
@@ -193,14 +193,20 @@ class OptimizerBuffers:
         """The layout, with the layers of each stage. Raises _MisfitError if the buffers are those of other ranks."""
         layout = self.saved.complete()
         ranks = {(buffer.experts, buffer.rank) for buffer in self._masters}
-        apart = sum(experts for experts, _ in ranks)
+        expert_buffers = sum(experts for experts, _ in ranks)
         experts = len({place_of(name).expert for name in self.weights} - {None})
-        if len(ranks) - apart != layout.pp * layout.tp:
+        if len(ranks) - expert_buffers != layout.pp * layout.tp:
             wanted = f"those of {layout.pp * layout.tp} ranks"
-            raise _MisfitError("optimizer.distributed", wanted, f"those of {len(ranks) - apart} ranks")
-        if (apart > 0) != (layout.ep > 1) or apart % (layout.ep * layout.etp) or experts % layout.ep:
+            raise _MisfitError(
+                "optimizer.distributed", wanted, f"those of {len(ranks) - expert_buffers} ranks"
+            )
+        if (
+            (expert_buffers > 0) != (layout.ep > 1)
+            or expert_buffers % (layout.ep * layout.etp)
+            or experts % layout.ep
+        ):
             wanted = f"those of {experts} experts on {layout.ep * layout.etp} ranks of each stage"
-            raise _MisfitError("chained_1.optimizer.distributed", wanted, f"those of {apart} ranks")
+            raise _MisfitError("chained_1.optimizer.distributed", wanted, f"those of {expert_buffers} ranks")
         return replace(layout, stages=stages_of(self.args, layout))
 
     @property
@@ -241,19 +247,25 @@ class OptimizerBuffers:
         """The parameters of each buffer, in the order of the modules."""
         layout = self._layout
         states = self._rank_states(transformer_engine)
-        apart = layout.ep > 1
+        has_expert_buffers = layout.ep > 1
         for group in range(layout.pp * layout.tp):
             pp, tp = divmod(group, layout.tp)
             etp = tp if layout.etp == layout.tp else 0
-            chunks = [_held(states, MegatronRank(tp, pp), etp, chunk) for chunk in range(layout.vpp)]
-            if apart:
-                chunks = [[each for each in held if not each.is_expert] for held in chunks]
+            chunks = [
+                _chunk_parameters(states, MegatronRank(tp, pp), etp, chunk) for chunk in range(layout.vpp)
+            ]
+            if has_expert_buffers:
+                chunks = [
+                    [each for each in chunk_parameters if not each.is_expert] for chunk_parameters in chunks
+                ]
             yield from _buffers(False, group, chunks, grouped)
-        for group in range(layout.pp * layout.ep * layout.etp if apart else 0):
+        for group in range(layout.pp * layout.ep * layout.etp if has_expert_buffers else 0):
             pp, part = divmod(group, layout.ep * layout.etp)
             ep, etp = divmod(part, layout.etp)
-            chunks = [_held(states, MegatronRank(0, pp, ep), etp, chunk) for chunk in range(layout.vpp)]
-            chunks = [[each for each in held if each.is_expert] for held in chunks]
+            chunks = [
+                _chunk_parameters(states, MegatronRank(0, pp, ep), etp, chunk) for chunk in range(layout.vpp)
+            ]
+            chunks = [[each for each in chunk_parameters if each.is_expert] for chunk_parameters in chunks]
             yield from _buffers(True, group, chunks, grouped)
 
     def _rank_states(self, transformer_engine: bool) -> RankStates:
@@ -276,28 +288,28 @@ class OptimizerBuffers:
         for buffer in sorted(parameters.keys() ^ buckets.keys()):
             wanted = len(parameters.get(buffer, ()))
             raise _MisfitError(str(buffer), f"{wanted} parameters", f"{len(buckets.get(buffer, ()))} buckets")
-        for buffer, held in parameters.items():
-            yield from _walked(buffer, held, buckets[buffer])
+        for buffer, buffer_parameters in parameters.items():
+            yield from _walked(buffer, buffer_parameters, buckets[buffer])
 
     def _lines(self, state: str) -> _Lines:
         """The buckets of a state as vectors. Raises ReshardError if they are not those of the masters."""
         if state in self._read:
             return self._read[state]
         buckets, masters = self.buckets.get(state, {}), self._masters
-        found: dict[tuple[_BufferKey, int], DcpTensor] = {}
-        for buffer, held in masters.items():
-            for number, (key, bucket) in held.items():
+        vectors: dict[tuple[_BufferKey, int], DcpTensor] = {}
+        for buffer, numbered in masters.items():
+            for number, (key, bucket) in numbered.items():
                 own, tensor = buckets.get(buffer, {}).get(number, (key.removesuffix(_MASTERS) + state, None))
                 if tensor is None or tensor.shape != bucket.shape or not _is_complete(tensor):
                     raise _unreadable(_MisfitError(own, f"{bucket.shape[0]} elements", _amount(tensor)))
                 if _pieces(tensor) != _pieces(bucket):
                     raise _unreadable(_MisfitError(own, "pieces like those of the masters", "others"))
-                found[buffer, number] = tensor
-        stored = dict(each for held in buckets.values() for each in held.values())
+                vectors[buffer, number] = tensor
+        stored = dict(each for numbered in buckets.values() for each in numbered.values())
         with self.reading(stored) as read:
             lines = {
                 place: SplitVector([read(tensor, chunk) for chunk in sorted(tensor.chunks)])
-                for place, tensor in found.items()
+                for place, tensor in vectors.items()
             }
         self._read[state] = lines
         return lines
@@ -307,10 +319,12 @@ def _is_trained(name: str) -> bool:
     return not is_carried(name) and not name.endswith(_NOT_TRAINED)
 
 
-def _held(states: RankStates, rank: MegatronRank, etp: int, chunk: int) -> list[_RankParameter]:
+def _chunk_parameters(states: RankStates, rank: MegatronRank, etp: int, chunk: int) -> list[_RankParameter]:
     """The parameters of one virtual chunk of a rank."""
-    found = (_RankParameter(key, shard, rank.tp) for key, shard in states.state(rank, chunk, etp).items())
-    return [each._replace(at=etp) if each.is_expert else each for each in found]
+    parameters = (
+        _RankParameter(key, shard, rank.tp) for key, shard in states.state(rank, chunk, etp).items()
+    )
+    return [each._replace(at=etp) if each.is_expert else each for each in parameters]
 
 
 def _buffers(
@@ -318,8 +332,8 @@ def _buffers(
 ) -> Iterator[tuple[_BufferKey, list[_RankParameter]]]:
     """The buffers of a rank: one for each virtual chunk and dtype, numbered in the order of the modules."""
     number = 0
-    for held in chunks:
-        named = held if grouped else [each._replace(key=ungrouped(each.key)) for each in held]
+    for parameters in chunks:
+        named = parameters if grouped else [each._replace(key=ungrouped(each.key)) for each in parameters]
         try:
             ordered = sorted(named, key=lambda each: position_of(each.key))
         except UnorderedError as unknown:

@@ -62,10 +62,10 @@ def respelled(tensors: Mapping[str, DcpTensor]) -> dict[str, DcpTensor]:
     reshard names a tensor in all ways in which runs may spell it. Raises ReshardError if such names are of different
     tensors.
     """
-    found: dict[str, DcpTensor] = {}
+    renamed: dict[str, DcpTensor] = {}
     clashes = []
     for key, tensor in tensors.items():
-        first = found.setdefault(_respelled(key, tensor), tensor)
+        first = renamed.setdefault(_respelled(key, tensor), tensor)
         if first.chunks != tensor.chunks:
             clashes.append(key)
     if clashes:
@@ -76,7 +76,7 @@ def respelled(tensors: Mapping[str, DcpTensor]) -> dict[str, DcpTensor]:
             rule="a norm or an expert has one tensor, whichever layer spec names it",
             remedy="two runs were saved into this folder: take another iteration",
         )
-    return found
+    return renamed
 
 
 def _respelled(key: str, tensor: DcpTensor) -> str:
@@ -109,11 +109,11 @@ def recognized(checkpoint: Checkpoint, tensors: Mapping[str, DcpTensor]) -> Chec
 
 def _undivided(tensors: Mapping[str, DcpTensor]) -> Iterator[Problem]:
     """A problem if a gated delta net has one tensor for its projections: mcore-bridge orders the rows otherwise."""
-    if found := [name for name in tensors if name.endswith(".self_attention.in_proj.weight")]:
+    if fused := [name for name in tensors if name.endswith(".self_attention.in_proj.weight")]:
         yield Problem(
             "megatron-fsdp-delta-net-fused",
             "the checkpoint stores the projections of a gated delta net in one tensor, which reshard does not divide",
-            tensor=listed(found, 2),
+            tensor=listed(fused, 2),
             expected="a tensor for each, as in_proj.weight.query",
             found="in_proj.weight",
             remedy="save it with Megatron-Bridge, which divides them, or train without Megatron-FSDP",
@@ -124,16 +124,16 @@ def _entangled(
     tensors: Mapping[str, DcpTensor], args: Mapping[str, Any], layout: SavedLayout
 ) -> Iterator[Problem]:
     """A problem if tensor-parallel ranks cut a tensor within its parts: the parts of all ranks then alternate."""
-    found = [
+    fused = [
         name
         for name in tensors
         if (ranks := layout.etp if ".experts." in name else layout.tp) and ranks > 1 and _is_fused(name, args)
     ]
-    if found:
+    if fused:
         yield Problem(
             "megatron-fsdp-parts-alternate",
             "the checkpoint stores fused tensors in an order that depends on its tensor-parallel ranks",
-            tensor=listed(found, 2),
+            tensor=listed(fused, 2),
             rule="Megatron-FSDP separates the halves of a SwiGLU alone, so that other fused tensors follow the ranks",
             found=f"TP {layout.tp}, ETP {layout.etp}",
             remedy="resume the run without tensor parallelism and save it, or save it with Megatron-Bridge",
@@ -181,8 +181,8 @@ def read_optimizer(metadata: DcpMetadata, sources: Sources) -> Adam | None:
             for key, chunk in metadata.objects.items()
             if key.startswith(_SCHEDULE)
         }
-        found = distributed_of(steps, groups, {"opt_param_scheduler": schedule} if schedule else {})
-        return found if number_of(found.native, MAX_VALUES) <= MAX_VALUES else None
+        optimizer = distributed_of(steps, groups, {"opt_param_scheduler": schedule} if schedule else {})
+        return optimizer if number_of(optimizer.native, MAX_VALUES) <= MAX_VALUES else None
     except UNUSABLE:
         return None
 
@@ -195,11 +195,11 @@ def _one_of_each_kind(
     for key, tensor in tensors.items():
         if (match := _STATE.fullmatch(key)) and match[2] == "exp_avg" and len(tensor.shape) < 2:
             vectors |= {match[1], match[1].removesuffix("_w").removesuffix("_v")}
-    found: dict[tuple[bool, bool, bool], str] = {}
+    firsts: dict[tuple[bool, bool, bool], str] = {}
     for name in names:
         is_table = name.endswith(("word_embeddings.weight", "output_layer.weight"))
-        found.setdefault((".experts." in name, name in vectors, is_table), name)
-    return [*found.values()]
+        firsts.setdefault((".experts." in name, name in vectors, is_table), name)
+    return [*firsts.values()]
 
 
 def _step(tensors: Mapping[str, DcpTensor], sources: Sources) -> float:

@@ -66,14 +66,14 @@ def fit(request: Request) -> Request:
     """The request with a padded vocabulary. Raises ReshardError if Megatron-FSDP does not train such a model."""
     layout = request.options.layout
     staged = {"--pp": layout.pp, "--vpp": layout.vpp}
-    asked = [flag for flag, count in staged.items() if count > 1]
-    if asked:
+    flags = [flag for flag, count in staged.items() if count > 1]
+    if flags:
         raise ReshardError(
             "megatron-fsdp-without-stages",
             "Megatron-FSDP has no pipeline stages",
             rule="it shards every layer over all data-parallel ranks",
-            found=" ".join(f"{flag} {staged[flag]}" for flag in asked),
-            remedy=f"leave out {' and '.join(asked)}",
+            found=" ".join(f"{flag} {staged[flag]}" for flag in flags),
+            remedy=f"leave out {' and '.join(flags)}",
         )
     fitted = fit_to_megatron(request)
     _refuse_unsaved(fitted)
@@ -171,8 +171,8 @@ class _FolderWriter:
         self._keys: dict[str, list[str]] = defaultdict(list)
         for transformer_engine in (True, False):
             states = RankStates(request.tensors, args, Layout(), transformer_engine, below=prefix)
-            for key, held in states.state(MegatronRank(0), 0, 0).items():
-                known = self._keys[held.tensor.name]
+            for key, shard in states.state(MegatronRank(0), 0, 0).items():
+                known = self._keys[shard.tensor.name]
                 spelled = (key, key.replace("transformer_layer.", "mtp_model_layer."))
                 known += [each for each in dict.fromkeys(spelled) if each not in known]
 
@@ -230,8 +230,8 @@ class _GroupFinder:
         self._groups = []
         for group in optimizer.groups:
             lr = group.get("lr", lr)
-            given = {key: value for key, value in _plain(group).items() if key != "params"}
-            self._groups.append({**_GROUP, "max_lr": lr, "min_lr": lr, **given, "step": step or 0})
+            settings = {key: value for key, value in _plain(group).items() if key != "params"}
+            self._groups.append({**_GROUP, "max_lr": lr, "min_lr": lr, **settings, "step": step or 0})
         self._parallel_experts = request.layout.ep > 1
 
     def of(self, name: str, state: Planned) -> tuple[int, dict[str, Any]]:

@@ -268,10 +268,10 @@ class LegacyReader:
         return self.found.joined()
 
 
-def _misfits(name: str, found: TensorShards, split: Split) -> Iterator[Problem]:
-    shards, ranks = found.by_rank, found.ranks
+def _misfits(name: str, stored: TensorShards, split: Split) -> Iterator[Problem]:
+    shards, ranks = stored.by_rank, stored.ranks
     first = shards[min(shards)]
-    if missing := found.missing():
+    if missing := stored.missing():
         yield Problem(
             "legacy-shard-missing",
             "a shard of a tensor is missing",
@@ -347,7 +347,7 @@ class _LegacyFile:
         self, content: Callable[[], dict[str, Any]], outlines: dict[tuple[Any, ...], FileImage]
     ) -> None:
         self._content, first = content, content()
-        tensors = [(key, held and (held.dtype, held.shape)) for key, held in _entries(first)]
+        tensors = [(key, entry and (entry.dtype, entry.shape)) for key, entry in _entries(first)]
         rank = (first["args"].rank.bit_length() + 7) // 8  # the number of bytes that it takes
         alike = (rank, len(first), len(self._shards(first)), *tensors)
         self.outline = outlines.get(alike) or outlines.setdefault(alike, layout_torch_file(first))
@@ -355,8 +355,8 @@ class _LegacyFile:
     @staticmethod
     def _shards(content: Mapping[str, Any]) -> list[Shard]:
         """The rank's shards in the order of their slots: a shard with two names is stored once."""
-        held = (entry.key for _, entry in _entries(content) if entry)
-        return list(dict.fromkeys(key for key in held if isinstance(key, Shard)))
+        keys = (entry.key for _, entry in _entries(content) if entry)
+        return list(dict.fromkeys(key for key in keys if isinstance(key, Shard)))
 
     def literals(self) -> Iterator[tuple[int, bytes]]:
         """The bytes around the tensors."""
@@ -395,8 +395,8 @@ class _StateDictWriter:
 
     def _state(self, rank: MegatronRank, chunk: int, etp: int) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for key, held in self._states.state(rank, chunk, etp).items():
-            state[key] = NewTensor(held, held.dtype, held.shape)
+        for key, shard in self._states.state(rank, chunk, etp).items():
+            state[key] = NewTensor(shard, shard.dtype, shard.shape)
             for name in self._extra_states(key):
                 state[name] = None
         if (rank.pp, chunk) == self._states.stages.last:

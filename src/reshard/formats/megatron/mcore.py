@@ -121,8 +121,8 @@ def split_of(name: str, gated: bool = True) -> Split | None:
 
 def is_gated(args: Mapping[str, Any]) -> bool:
     """Whether the MLP of a model with these Megatron-LM arguments has a gate; true if none of them is there."""
-    said = [args[name] for name in ("swiglu", "quick_geglu", "gated_linear_unit") if name in args]
-    return any(said) or not said
+    flags = [args[name] for name in ("swiglu", "quick_geglu", "gated_linear_unit") if name in args]
+    return any(flags) or not flags
 
 
 def is_hybrid(args: Mapping[str, Any]) -> bool:

@@ -74,8 +74,8 @@ def _padded_rows(request: Request, tp: int) -> int:
 
 
 def _vocabulary_unit(request: Request) -> int:
-    given = request.declared.args.get("make_vocab_size_divisible_by")
-    return request.options.vocab_divisible_by or int(given or VOCABULARY_UNIT)
+    recorded = request.declared.args.get("make_vocab_size_divisible_by")
+    return request.options.vocab_divisible_by or int(recorded or VOCABULARY_UNIT)
 
 
 def _without_needless_masters(request: Request) -> Request:
@@ -136,7 +136,7 @@ class MegatronWriting(Writing):
     def arguments(self) -> dict[str, Any]:
         """The `args` of a checkpoint: those of the model, those of the source's run, and those of the layout."""
         model, layout, main = self.request.declared, self.request.layout, self.request.main_dtype
-        given = self.request.options.transformer_impl or model.args.get("transformer_impl")
+        layer_spec = self.request.options.transformer_impl or model.args.get("transformer_impl")
         args = {
             **model.args,
             "tensor_model_parallel_size": layout.tp,
@@ -150,7 +150,7 @@ class MegatronWriting(Writing):
             "world_size": layout.world_size,
             "rank": 0,
             "sequence_parallel": layout.tp > 1 and model.dims.experts > 0,  # experts require it
-            "transformer_impl": given or LAYER_SPECS[0],
+            "transformer_impl": layer_spec or LAYER_SPECS[0],
             MODEL_TYPE: model.family.name,
             "params_dtype": dtype(main),
             "bf16": main == "bfloat16",
@@ -186,21 +186,21 @@ class MegatronWriting(Writing):
     def notes(self) -> list[str]:
         """Notes on what the engine computes differently, and what the layout requires."""
         model, layout = self.request.declared, self.request.layout
-        found = layout_notes(model, layout)
+        notes = layout_notes(model, layout)
         if self.request.adapter is not None:
-            return found
+            return notes
         if not self.request.is_of_megatron_core:
             is_mcores = model.family.computed_by == MCORE
             why = "stores it otherwise: --engine mcore" if is_mcores else "has no such model"
-            found.append(
+            notes.append(
                 f"the checkpoint is for {ENGINE_TITLES[self.request.dialect]}; megatron-core's own GPTModel {why}"
             )
         if model.dims.kv_lora and not model.dims.q_lora:
-            found.append("load it with megatron-core 0.18 or earlier: 0.19 adds a norm before linear_q_proj")
-        found += [*model.family.config.notices(model.text), *stateless(self.request)]
+            notes.append("load it with megatron-core 0.18 or earlier: 0.19 adds a norm before linear_q_proj")
+        notes += [*model.family.config.notices(model.text), *stateless(self.request)]
         if layout.stages and not self.request.options.layout.stages:
-            found.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")
-        return found
+            notes.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")
+        return notes
 
     def run_config(self, settings: Mapping[str, Any]) -> OutputFile:
         """The file that Megatron-Bridge reads to resume: the layout, what was saved, and the adapter's settings."""

@@ -65,14 +65,14 @@ def detect(path: Path) -> bool:
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open the files of all ranks. Raises ReshardError naming every rank that is missing."""
     iterations.refuse(path, iteration, "a checkpoint of NeMo 1")
-    found = dict(_files(path))
-    _check_ranks(path, found)
-    contents = {rank: {"model": _under_megatrons_names(file, sources)} for rank, file in found.items()}
+    files = dict(_files(path))
+    _check_ranks(path, files)
+    contents = {rank: {"model": _under_megatrons_names(file, sources)} for rank, file in files.items()}
     facts = JoiningFacts.of_files(
         {f"mp_rank_{rank.tp:02d}_{rank.pp:03d}": each for rank, each in contents.items()}
     )
     args = recorded_args(path, sources, {})
-    reader = LegacyReader(facts, {(rank.tp, 0): rank.tp for rank in found}, gated=is_gated(args))
+    reader = LegacyReader(facts, {(rank.tp, 0): rank.tp for rank in files}, gated=is_gated(args))
     reader.read(contents)
     _refuse(path, reader, contents, args)
     return Checkpoint(
@@ -102,8 +102,8 @@ def _files(folder: Path) -> Iterator[tuple[MegatronRank, Path]]:
             yield MegatronRank(int(match[1]), int(match[2] or 0), 0), child / WEIGHTS_FILE
 
 
-def _check_ranks(folder: Path, found: Mapping[MegatronRank, Path]) -> None:
-    tp, pp = (1 + max(each) for each in zip(*((rank.tp, rank.pp) for rank in found), strict=True))
+def _check_ranks(folder: Path, files: Mapping[MegatronRank, Path]) -> None:
+    tp, pp = (1 + max(each) for each in zip(*((rank.tp, rank.pp) for rank in files), strict=True))
     names = {
         MegatronRank(i, j, 0): f"tp_rank_{i:02d}_pp_rank_{j:03d}" if pp > 1 else f"mp_rank_{i:02d}"
         for i in range(tp)
@@ -115,11 +115,11 @@ def _check_ranks(folder: Path, found: Mapping[MegatronRank, Path]) -> None:
             "the file of a rank is missing",
             file=str(folder / name / WEIGHTS_FILE),
             rule=f"there are {tp} tensor-parallel ranks and {pp} stages, as other folders say",
-            found=f"{len(found)} files",
+            found=f"{len(files)} files",
             remedy="copy the missing folder from where it was saved; if it is an archive, copy that again",
         )
         for rank, name in names.items()
-        if rank not in found
+        if rank not in files
     )
 
 

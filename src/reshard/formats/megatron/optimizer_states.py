@@ -47,13 +47,13 @@ def portable_states(tensors: Mapping[str, DcpTensor]) -> dict[str, dict[str, Dcp
 
     Older versions of the distributed optimizer flatten their states, which are therefore left out.
     """
-    found: dict[str, dict[str, DcpTensor]] = {}
+    states: dict[str, dict[str, DcpTensor]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         weight = tensors.get(match[3]) if match else None
         if match and weight and weight.shape == tensor.shape:
-            found.setdefault(_STATES[match[2]], {})[match[3]] = tensor
-    return found
+            states.setdefault(_STATES[match[2]], {})[match[3]] = tensor
+    return states
 
 
 def rounding(name: str, weight: Tensor, masters: Tensor, remedy: str) -> Replica:
@@ -268,8 +268,8 @@ def new_optimizer(
     elif not expert_parallel:
         chain = chain[:1]  # without expert parallelism, experts are ordinary weights
     if distributed or mixed_precision:
-        beside = {key: value for key, value in optimizer.native["chain"][0].items() if key in _WRAPPED}
-        chain = [{"optimizer": inner, **beside} for inner in chain]
+        wrapping = {key: value for key, value in optimizer.native["chain"][0].items() if key in _WRAPPED}
+        chain = [{"optimizer": inner, **wrapping} for inner in chain]
     return MegatronOptimizer(
         states,
         {"optimizer": dict(enumerate(chain)) if len(chain) > 1 else chain[0], **optimizer.native["entries"]},

@@ -91,11 +91,13 @@ def args_of(content: Content) -> dict[str, Any]:
 def other_runs(files: Mapping[str, Content]) -> Iterator[Problem]:
     """Problems of the files, by path, whose run or iteration differs from that of most."""
     # The iteration in `args` is the one that the run began with, so it is not compared.
-    said = {
+    arguments = {
         path: {**args_of(content), "iteration": content.get("iteration")} for path, content in files.items()
     }
-    known = [key for key in SHARED_ARGUMENTS if all(isinstance(each.get(key), int) for each in said.values())]
-    runs = {path: tuple(f"{key} {each[key]}" for key in known) for path, each in said.items()}
+    known = [
+        key for key in SHARED_ARGUMENTS if all(isinstance(each.get(key), int) for each in arguments.values())
+    ]
+    runs = {path: tuple(f"{key} {each[key]}" for key in known) for path, each in arguments.items()}
     problem = Problem(
         "megatron-file-of-another-run",
         ANOTHER_RUN,
@@ -216,11 +218,11 @@ def _all(files: Mapping[str, Mapping[str, StoredTensor]]) -> Iterator[tuple[str,
     return (item for tensors in files.values() for item in tensors.items())
 
 
-def _expert_tensor_size(tp: int, ep: int, found: set[tuple[int, int]]) -> int:
-    """The expert-tensor size with which the `found` (tp, ep) pairs have files, and the fewest others."""
+def _expert_tensor_size(tp: int, ep: int, ranks: set[tuple[int, int]]) -> int:
+    """The expert-tensor size with which the `ranks` (tp, ep) pairs have files, and the fewest others."""
     sizes = [size for size in range(tp, 0, -1) if tp % size == 0]
     pairs = {size: stage_ranks(Layout(tp, 1, 1, ep, size)).keys() for size in sizes}
-    return min((size for size in sizes if found <= pairs[size]), key=lambda size: len(pairs[size]))
+    return min((size for size in sizes if ranks <= pairs[size]), key=lambda size: len(pairs[size]))
 
 
 def _begin_alike(first: StoredTensor, second: StoredTensor) -> bool:

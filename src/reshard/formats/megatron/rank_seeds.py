@@ -28,15 +28,15 @@ def exchanged(objects: Mapping[str, DcpChunk], sources: Sources) -> Iterator[Pro
 
     Frameworks may seed in any way: only the expected set of seeds in another order shows that files were swapped.
     """
-    found: dict[int, dict[tuple[int, int], int]] = defaultdict(dict)
+    seeds_of: dict[int, dict[tuple[int, int], int]] = defaultdict(dict)
     chunks = {}
     for key, chunk in objects.items():
         if match := _KEY.fullmatch(key):
             stage, tensor, replica = int(match[1]), int(match[2]), int(match[3] or 0)
             chunks[replica, stage, tensor] = chunk
             if (seed := _seed(chunk, sources)) is not None:
-                found[replica][stage, tensor] = seed
-    for replica, seeds in found.items():
+                seeds_of[replica][stage, tensor] = seed
+    for replica, seeds in seeds_of.items():
         for (stage, tensor), owner in _owners(seeds).items():
             if owner != (stage, tensor):
                 yield Problem(

@@ -32,7 +32,7 @@ class MegatronRank(NamedTuple):
     ep: int = 0
 
 
-class _HeldTensor(NamedTuple):
+class _RankTensor(NamedTuple):
     """A tensor that ranks of one virtual chunk store (or parts of it): its key in their state dicts, and its split."""
 
     key: str
@@ -80,13 +80,13 @@ class RankStates:
         self._table = self.stages.table()
         gated = is_gated(args)
         self.below = below
-        self._held: dict[tuple[int, int], list[_HeldTensor]] = {}
+        self._held: dict[tuple[int, int], list[_RankTensor]] = {}
         for tensor in tensors:
             place = place_of(tensor.name)
             for at, renamed in self._holders(place):
                 key = self._key(renamed, place[1:3])
-                held = _HeldTensor(key, place.expert, tensor, split(tensor.name, gated))
-                self._held.setdefault(at, []).append(held)
+                rank_tensor = _RankTensor(key, place.expert, tensor, split(tensor.name, gated))
+                self._held.setdefault(at, []).append(rank_tensor)
 
     def _holders(self, place: MegatronPosition) -> Iterator[tuple[tuple[int, int], MegatronPosition]]:
         """The (stage, chunk)s that store a tensor, and its place there."""

@@ -115,9 +115,9 @@ def _beside(folder: Path) -> Iterator[Path]:
         yield folder.parent
 
 
-def _read_state(found: Mapping[str, DcpTensor], reading: Reading) -> dict[str, Tensor]:
-    """One optimizer state under the names of the weights; `found` has the keys of weights."""
-    return _StackedReader(found, reading).tensors()
+def _read_state(stored: Mapping[str, DcpTensor], reading: Reading) -> dict[str, Tensor]:
+    """One optimizer state under the names of the weights; `stored` has the keys of weights."""
+    return _StackedReader(stored, reading).tensors()
 
 
 _ANCHORS = ("embedding.word_embeddings.weight", "output_layer.weight", "decoder.layers.")
@@ -246,17 +246,19 @@ class _StackedReader:
         problems, result = [], {}
         for name, (dtype, shape) in self._shapes.items():
             parts = self._parts[name]
-            found = sum(part.numel for _, part in parts)
+            elements = sum(part.numel for _, part in parts)
             repeated = len({low for low, _ in parts}) < len(parts)
-            if found != prod(shape) or repeated:
+            if elements != prod(shape) or repeated:
                 problems.append(
                     Problem(
-                        "torch-dist-chunks-missing" if found < prod(shape) else "torch-dist-chunks-overlap",
-                        "chunks of a tensor are missing" if found < prod(shape) else "chunks overlap",
+                        "torch-dist-chunks-missing"
+                        if elements < prod(shape)
+                        else "torch-dist-chunks-overlap",
+                        "chunks of a tensor are missing" if elements < prod(shape) else "chunks overlap",
                         tensor=name,
                         rule="the chunks of a tensor cover it exactly",
                         expected=f"{prod(shape)} elements of {list(shape)}",
-                        found=f"{found} elements in {len(parts)} chunks",
+                        found=f"{elements} elements in {len(parts)} chunks",
                         remedy="the checkpoint is incomplete: copy it again from where it was saved",
                     )
                 )

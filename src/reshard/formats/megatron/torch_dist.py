@@ -71,8 +71,8 @@ def detect(path: Path) -> bool:
 
 def _is_megatrons(folder: Path) -> bool:
     """Whether Megatron-Core wrote the folder, and not torch's DCP alone: by its other files, or by its name."""
-    beside = any((folder / name).is_file() for name in ("metadata.json", "common.pt"))
-    return beside or iterations.is_iteration(folder)
+    has_common = any((folder / name).is_file() for name in ("metadata.json", "common.pt"))
+    return has_common or iterations.is_iteration(folder)
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -197,8 +197,8 @@ class _TorchDistWriter:
     def refuse_gaps(self) -> None:
         """Record a problem for each key that stacks layers or experts of which some have no state."""
         for key, tensor in self.metadata.tensors.items():
-            there = sum(prod(chunk.sizes) for chunk in tensor.chunks)
-            if there < prod(tensor.shape):
+            elements = sum(prod(chunk.sizes) for chunk in tensor.chunks)
+            if elements < prod(tensor.shape):
                 self.problems.append(
                     Problem(
                         "optimizer-state-missing-for-layers",
@@ -206,7 +206,7 @@ class _TorchDistWriter:
                         tensor=key,
                         rule="Megatron stacks the states of all layers into one tensor",
                         expected=f"{prod(tensor.shape)} elements of {list(tensor.shape)}",
-                        found=f"{there} elements",
+                        found=f"{elements} elements",
                         remedy="remove --with-optimizer: Megatron cannot store the states of only some layers",
                     )
                 )

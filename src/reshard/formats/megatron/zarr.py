@@ -40,8 +40,10 @@ def detect(path: Path) -> bool:
 
 def _holds(folder: Path) -> bool:
     """Whether arrays are in a folder of Megatron-Core, or the chunks of some whose hidden files were not copied."""
-    beside = any((folder / name).is_file() for name in ("metadata.json", COMMON))
-    return beside and any(any(folder.glob(pattern)) for pattern in (f"*/{zarr_arrays.ZARRAY}", "*.weight/0*"))
+    has_common = any((folder / name).is_file() for name in ("metadata.json", COMMON))
+    return has_common and any(
+        any(folder.glob(pattern)) for pattern in (f"*/{zarr_arrays.ZARRAY}", "*.weight/0*")
+    )
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -50,9 +52,9 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     inside = sorted(child for child in folder.iterdir() if child.is_dir())
     for each in inside:
         check_open(each)
-    found = {each.name: _array(each, sources) for each in inside if _is_array(each)}
-    raise_all(problem for each in found.values() if isinstance(each, list) for problem in each)
-    arrays = {key: array for key, array in found.items() if isinstance(array, ZarrArray)}
+    contents = {each.name: _array(each, sources) for each in inside if _is_array(each)}
+    raise_all(problem for each in contents.values() if isinstance(each, list) for problem in each)
+    arrays = {key: array for key, array in contents.items() if isinstance(array, ZarrArray)}
     saved = SavedIteration(
         NAME,
         unprefixed(arrays),

@@ -35,19 +35,19 @@ def detect(path: Path) -> bool:
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder or a file. Raises ReshardError."""
-    found = huggingface.open_checkpoint(path, sources, iteration)
+    checkpoint = huggingface.open_checkpoint(path, sources, iteration)
     if not safetensors_writers.has(path, NAME):
-        return found
-    config = _config(found.description.folder, sources)
-    quantization = _settings(config, found.description.folder)
-    weights = _MlxWeights(found.tensors, quantization, str(path))
+        return checkpoint
+    config = _config(checkpoint.description.folder, sources)
+    quantization = _settings(config, checkpoint.description.folder)
+    weights = _MlxWeights(checkpoint.tensors, quantization, str(path))
     tensors, notes = weights.plain(), []
     if weights.kinds:
-        notes.append(_told(weights.kinds))
+        notes.append(_settings_note(weights.kinds))
     naming = mlx.naming(config)
     if naming is None:
         raise unknown_model(
-            config, found.description.folder, "convert the Hugging Face folder that it was made from"
+            config, checkpoint.description.folder, "convert the Hugging Face folder that it was made from"
         )
     hub = apply_renamings.on_hub(tensors, naming.rules, config)
     if naming.is_rounded:
@@ -56,12 +56,12 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     if lacks:
         notes.append("mlx-lm keeps only the language model: pass the model that it was made from with --base")
     return replace(
-        found,
+        checkpoint,
         format=NAME,
         tensors=hub,
         native=FormatData(is_part=lacks),
         variant=", ".join(dict.fromkeys(map(str, weights.kinds))),
-        notes=[*found.notes, *notes],
+        notes=[*checkpoint.notes, *notes],
     )
 
 
@@ -80,11 +80,11 @@ def _config(folder: Path, sources: Sources) -> Mapping[str, Any]:
 
 def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     """The quantization settings, empty if there are none."""
-    told = [config[key] for key in QUANTIZATION_KEYS if config.get(key)]
-    if any(not isinstance(each, dict) for each in told):
-        raise _no_settings(folder, ", ".join(str(each) for each in told))
-    found: Mapping[str, Any] = told[0] if told else {}
-    return found
+    stated = [config[key] for key in QUANTIZATION_KEYS if config.get(key)]
+    if any(not isinstance(each, dict) for each in stated):
+        raise _no_settings(folder, ", ".join(str(each) for each in stated))
+    settings: Mapping[str, Any] = stated[0] if stated else {}
+    return settings
 
 
 def _no_settings(folder: Path, found: str) -> ReshardError:
@@ -111,7 +111,7 @@ def unknown_model(config: Mapping[str, Any], folder: Path | None, remedy: str) -
     )
 
 
-def _told(kinds: Counter[ModeSettings]) -> str:
+def _settings_note(kinds: Counter[ModeSettings]) -> str:
     how = "; ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
     total = sum(kinds.values())
     return f"{total} weights are quantized by MLX, and dequantized as it does it: {how}"
@@ -120,34 +120,34 @@ def _told(kinds: Counter[ModeSettings]) -> str:
 class _MlxWeights:
     """The weights of a folder under MLX's names. `kinds` counts the quantized ones, after `plain`."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], told: Mapping[str, Any], file: str) -> None:
-        self._tensors, self._told, self._file = tensors, told, file
-        self._default = self._parsed(told) if told else None
+    def __init__(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: str) -> None:
+        self._tensors, self._settings_note, self._file = tensors, settings, file
+        self._default = self._parsed(settings) if settings else None
         self.kinds: Counter[ModeSettings] = Counter()
 
     def plain(self) -> dict[str, Tensor]:
         """All weights. Raises ReshardError naming those whose parts do not fit."""
         modules = {name.removesuffix(".scales") for name in self._tensors if name.endswith(".scales")}
-        made: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         problems: list[Problem] = []
         parts = {f"{module}.{part}" for module in modules for part in ("weight", "scales", "biases")}
         for name, tensor in self._tensors.items():
             module = name.removesuffix(".weight")
             if name not in parts:
                 problems += [_incomplete(name, "scales", tensor)] if tensor.dtype.name == "uint32" else []
-                made[name] = tensor
+                weights[name] = tensor
             elif name == f"{module}.weight":
-                problems += self._dequantize(module, made)
+                problems += self._dequantize(module, weights)
         problems += [
             _incomplete(f"{module}.weight", "weight", self._tensors[f"{module}.scales"])
             for module in sorted(modules)
             if f"{module}.weight" not in self._tensors
         ]
         raise_all(one_for_all(problems, self._tensors, self._file))
-        return made
+        return weights
 
-    def _dequantize(self, module: str, made: dict[str, Tensor]) -> Iterator[Problem]:
-        """Add the weight of a module to those `made`; yields the problem if it cannot be."""
+    def _dequantize(self, module: str, weights: dict[str, Tensor]) -> Iterator[Problem]:
+        """Add the weight of a module to those `weights`; yields the problem if it cannot be."""
         items, scales = (self._tensors[f"{module}.{part}"] for part in ("weight", "scales"))
         biases = self._tensors.get(f"{module}.biases")
         if f"{module}.global_scale" in self._tensors:
@@ -156,28 +156,28 @@ class _MlxWeights:
         if scales.dtype.name != "uint8" and biases is None:
             yield _incomplete(f"{module}.weight", "biases", scales)
             return
-        settings = self._of(module, items, scales)
+        settings = self._settings_of(module, items, scales)
         if settings is None or not _fits(settings, items, scales, biases):
             yield self._misfit(module, items, scales, biases)
             return
         self.kinds[settings] += 1
-        made[f"{module}.weight"] = dequantized(WeightParts(items, scales, biases), settings)
+        weights[f"{module}.weight"] = dequantized(WeightParts(items, scales, biases), settings)
 
-    def _of(self, module: str, items: Tensor, scales: Tensor) -> ModeSettings | None:
+    def _settings_of(self, module: str, items: Tensor, scales: Tensor) -> ModeSettings | None:
         """The settings of a module: its own, else those that its parts leave open; None if none fit."""
-        own = self._told.get(module)
+        own = self._settings_note.get(module)
         if isinstance(own, dict):
             return self._parsed(own)
         groups = scales.shape[-1] if scales.shape else 0
         bits_of_group = 32 * items.shape[-1] // groups if items.shape and groups else 0
         if scales.dtype.name == "uint8":
-            found = (ModeSettings(each.group, each.bits, mode) for mode, each in SMALL_FLOAT_MODES.items())
-            return next((each for each in found if each.bits * each.group == bits_of_group), None)
+            modes = (ModeSettings(each.group, each.bits, mode) for mode, each in SMALL_FLOAT_MODES.items())
+            return next((each for each in modes if each.bits * each.group == bits_of_group), None)
         return self._default
 
-    def _parsed(self, told: Mapping[str, Any]) -> ModeSettings:
+    def _parsed(self, settings: Mapping[str, Any]) -> ModeSettings:
         try:
-            return settings_in(told)
+            return settings_in(settings)
         except ValueError as error:
             raise _no_settings(Path(self._file), str(error)) from None
 
@@ -189,7 +189,7 @@ class _MlxWeights:
             tensor=f"{module}.weight",
             file=items.file,
             rule="a group of elements has one scale, and config.json has the size of groups and the bits of elements",
-            expected=str(self._told.get(module) or self._default or "quantization in config.json"),
+            expected=str(self._settings_note.get(module) or self._default or "quantization in config.json"),
             found=", ".join(f"{name} {each.dtype} {list(each.shape)}" for name, each in parts.items()),
             remedy="pass the folder with the config.json that was written with these weights",
         )
@@ -208,16 +208,16 @@ def _fits(settings: ModeSettings, items: Tensor, scales: Tensor, biases: Tensor 
     return len(scales.shape) > 1 and items.shape == (*outer, groups * settings.items)
 
 
-def _incomplete(name: str, lacking: str, there: Tensor) -> Problem:
-    """The problem of a weight that lacks a part; `there` is another one."""
+def _incomplete(name: str, lacking: str, present: Tensor) -> Problem:
+    """The problem of a weight that lacks a part; `present` is another one."""
     return Problem(
         "mlx-weight-incomplete",
         "a weight that MLX has quantized is incomplete",
         tensor=name,
-        file=there.file,
+        file=present.file,
         rule="MLX stores a weight as weight, scales and, if it is affine, biases",
         expected=lacking,
-        found=f"{there.dtype} {list(there.shape)} without it",
+        found=f"{present.dtype} {list(present.shape)} without it",
         remedy="copy or download the files again: the values are meaningless without their scales",
     )
 

@@ -42,17 +42,17 @@ def fit(request: Request) -> Request:
 
 
 def _naming(request: Request) -> mlx.MlxNaming:
-    found = mlx.naming(request.config)
-    if found is None:
+    naming = mlx.naming(request.config)
+    if naming is None:
         remedy = "pass --to huggingface, of which mlx_lm.convert makes an MLX folder if mlx-lm has the model"
         raise unknown_model(request.config, None, remedy)
-    return found
+    return naming
 
 
 def renames(config: Mapping[str, Any]) -> tuple[Renaming, ...] | None:
     """The rules that make MLX's names of the Hub's."""
-    found = mlx.naming(config)
-    return found.rules if found else None
+    naming = mlx.naming(config)
+    return naming.rules if naming else None
 
 
 def leaves_out(request: Request, name: str) -> str | None:
@@ -108,8 +108,8 @@ class MlxWriting(Writing):
 
     def afterwards(self) -> Iterator[OutputCommand]:
         """How to use the output."""
-        words: tuple[Any, ...] = ("mlx_lm.generate", "--model", PurePath(), "--prompt", "Hello")
-        yield OutputCommand("on Apple silicon", words)
+        command: tuple[Any, ...] = ("mlx_lm.generate", "--model", PurePath(), "--prompt", "Hello")
+        yield OutputCommand("on Apple silicon", command)
 
 
 def _other_dtypes(naming: mlx.MlxNaming, request: Request) -> dict[str, DType]:
@@ -150,20 +150,20 @@ def _quantized(naming: mlx.MlxNaming, request: Request) -> Request:
 
 def _no_groups(naming: mlx.MlxNaming, request: Request) -> ReshardError:
     """The error if no weight can be quantized."""
-    asked = METHODS[str(request.options.quantize)]
+    method = METHODS[str(request.options.quantize)]
     rows = sorted({tensor.shape[-1] for tensor in request.tensors if len(tensor.shape) > 1})
     fitting = [
         group
         for group in GROUPS
-        if any(_method(naming, asked._replace(group=group), tensor) for tensor in request.tensors)
+        if any(_method(naming, method._replace(group=group), tensor) for tensor in request.tensors)
     ]
     return ReshardError(
         "mlx-groups-too-large" if fitting else "mlx-rows-without-groups",
         "no weight can be quantized in groups of this size",
         rule="the elements of a group share a scale, and groups divide the rows of a weight",
-        expected=f"rows that {asked.group} divides",
+        expected=f"rows that {method.group} divides",
         found=f"rows of {', '.join(map(str, rows[:5]))}",
-        remedy=f"choose groups that divide some: --quantize {AFFINE}-{asked.bits}-{max(fitting)}"
+        remedy=f"choose groups that divide some: --quantize {AFFINE}-{method.bits}-{max(fitting)}"
         if fitting
         else f"leave out --quantize: none of MLX's groups ({', '.join(map(str, GROUPS))}) divides these rows",
     )
@@ -184,8 +184,10 @@ def _parts(tensor: Planned, settings: ModeSettings) -> Iterator[Planned]:
     """The tensors stored instead of a weight; its view is compiled when one of them is written."""
     module = tensor.name.removesuffix(".weight")
     nothing = Tensor(tensor.dtype, View.of(None, *tensor.shape))
-    for part, made in affine(tensor.name, nothing, settings).items():
-        yield Planned(f"{module}.{part}", made.dtype, made.shape, partial(_compiled, tensor, settings, part))
+    for part, stored in affine(tensor.name, nothing, settings).items():
+        yield Planned(
+            f"{module}.{part}", stored.dtype, stored.shape, partial(_compiled, tensor, settings, part)
+        )
 
 
 def _compiled(tensor: Planned, settings: ModeSettings, part: str) -> View:

@@ -74,11 +74,11 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     leaves = _leaves(path, sources)
     _refuse_adapters(leaves, path)
     root = _root(leaves, path)
-    weights, beside = _sorted(leaves, root)
+    weights, others = _sorted(leaves, root)
     reader = _ArrayReader(path, sources)
     tensors = normal({name: reader.tensor(name, stored) for name, stored in weights.items()})
     dropped = Counter[str]()
-    for stored, rule in beside.items():
+    for stored, rule in others.items():
         dropped[rule] += reader.nbytes(stored)
     reader.finish()
     return Checkpoint(
@@ -135,8 +135,8 @@ def _leaves(path: Path, sources: Sources) -> dict[str, str]:
         content = sources.read(path / METADATA)
         if len(content) > METADATA_MOST:
             raise ValueError(f"{len(content):,} bytes, of at most {METADATA_MOST:,}")
-        told = json_of(content)
-        tree = told["tree_metadata"]
+        description = json_of(content)
+        tree = description["tree_metadata"]
         keys = [
             _keys(entry) for entry in tree.values() if not entry["value_metadata"].get("skip_deserialize")
         ]
@@ -167,24 +167,24 @@ def _root(leaves: Mapping[str, str], path: Path) -> str:
         if any(name.startswith(f"{prefix}token_embedder.") for name in leaves):
             return prefix
     problem = foreign.problem(foreign.ORBAX, path)
-    shown = listed(sorted(leaves), 3)
-    found = f"arrays called {shown}" if leaves else "no arrays"
+    names = listed(sorted(leaves), 3)
+    arrays = f"arrays called {names}" if leaves else "no arrays"
     raise ReshardError(
-        replace(problem, expected="params.params.token_embedder.embedding, as of MaxText", found=found)
+        replace(problem, expected="params.params.token_embedder.embedding, as of MaxText", found=arrays)
     )
 
 
 def _sorted(leaves: Mapping[str, str], root: str) -> tuple[dict[str, str], dict[str, str]]:
     """The model's arrays by name, as they are stored, and the others, with the rule for each."""
     weights: list[tuple[str, str, str]] = []
-    beside: dict[str, str] = {}
+    others: dict[str, str] = {}
     for name, stored in leaves.items():
         rule = rule_of(name, NOT_WEIGHTS) or rule_of(name.removeprefix(root), NOT_WEIGHTS)
         if rule:
-            beside[stored] = rule
+            others[stored] = rule
         else:
             weights.append((name, name.removeprefix(root), stored))
-    return under_new_names(weights), beside
+    return under_new_names(weights), others
 
 
 def _refuse_adapters(names: Iterable[str], path: Path) -> None:
@@ -206,8 +206,8 @@ def _is_scanned(names: Iterable[str]) -> bool:
 
 def _order(names: Iterable[str]) -> Iterator[str]:
     """A note if nothing in the arrays tells the order of rotary rows."""
-    there = "\n".join(names)
-    if "self_attention.query.kernel" in there and not _ORDERED.search(there):
+    names_text = "\n".join(names)
+    if "self_attention.query.kernel" in names_text and not _ORDERED.search(names_text):
         yield (
             "MaxText interleaves the rotary rows of llama3.1 alone, and nothing here says which model this is: "
             "they are read so if rope_type is llama3 in config.json"

@@ -48,10 +48,10 @@ def normal(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Raises ReshardError if two arrays are the same tensor.
     """
-    found = under_new_names(_by_layer(arrays))
-    if HEAD in found and len(found[HEAD].shape) == 2:
-        found[HEAD] = Tensor(found[HEAD].dtype, found[HEAD].view.permute(1, 0))
-    return found
+    tensors = under_new_names(_by_layer(arrays))
+    if HEAD in tensors and len(tensors[HEAD].shape) == 2:
+        tensors[HEAD] = Tensor(tensors[HEAD].dtype, tensors[HEAD].view.permute(1, 0))
+    return tensors
 
 
 def _by_layer(arrays: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:

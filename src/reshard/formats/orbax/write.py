@@ -89,29 +89,29 @@ class OrbaxWriting(Writing):
         settings = (
             f"scan_layers={str(self._scanned).lower()} vocab_size={self.request.declared.dims.padded_vocab}"
         )
-        told = [f"MaxText loads it with load_parameters_path=OUTPUT/{self.request.step}/{ITEM} {settings}"]
+        notes = [f"MaxText loads it with load_parameters_path=OUTPUT/{self.request.step}/{ITEM} {settings}"]
         if self._scanned:
-            told.append(
+            notes.append(
                 f"all layers are in one array, MaxText's default; --to {UNSCANNED} writes one for each"
             )
         divided = ("llama", "mixtral", "gemma2", "gemma3_text")
         if self.request.declared.family.name in divided:
-            told.append(
+            notes.append(
                 "MaxText stores some weights multiplied: they are rounded as its to_maxtext rounds them"
             )
-        return told
+        return notes
 
 
 def _arrays(request: Request, *, scanned: bool) -> Iterator[OutputArray]:
     """The arrays, in the order of the tensors that come first in each."""
-    found: dict[str, list[tuple[int, Planned]]] = {}
+    by_array: dict[str, list[tuple[int, Planned]]] = {}
     places: dict[str, LayerPosition | None] = {}
     for tensor in request.tensors:
         place = place_of(tensor.name, request.declared, scanned=scanned)
         name = place.name if place else _beside(tensor.name)
         places[name] = place
-        found.setdefault(name, []).append((place.number if place else 0, _turned(tensor)))
-    for name, parts in found.items():
+        by_array.setdefault(name, []).append((place.number if place else 0, _turned(tensor)))
+    for name, parts in by_array.items():
         place = places[name]
         tensors = [tensor for _, tensor in sorted(parts, key=lambda part: part[0])]
         yield OutputArray(
@@ -144,7 +144,7 @@ def _files(folder: str, array: OutputArray) -> Iterator[OutputFile]:
     """The description of an array, and a file for each chunk."""
     shape, dtype = array.shape, array.tensors[0].dtype
     grid = _grid(array)
-    told = {
+    description = {
         "chunks": grid,
         "compressor": None,
         "dimension_separator": ".",
@@ -155,7 +155,7 @@ def _files(folder: str, array: OutputArray) -> Iterator[OutputFile]:
         "shape": shape,
         "zarr_format": 2,
     }
-    yield OutputFile.of_bytes(f"{folder}/{array.name}/.zarray", to_json(told))
+    yield OutputFile.of_bytes(f"{folder}/{array.name}/.zarray", to_json(description))
     for at in product(*(range(size // step) for size, step in zip(shape, grid, strict=True))):
         index = at[array.axis] if array.axis is not None else 0
         tensor = array.tensors[index]

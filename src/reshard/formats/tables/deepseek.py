@@ -63,8 +63,8 @@ def detect(path: Path) -> bool:
     """Whether a folder has the files of ranks, and no other safetensors, or is one of these files."""
     if path.is_file():
         return bool(RANK_FILE.fullmatch(path.name))
-    found = [each.name for each in path.glob("*.safetensors")]
-    return bool(found) and all(map(RANK_FILE.fullmatch, found))
+    names = [each.name for each in path.glob("*.safetensors")]
+    return bool(names) and all(map(RANK_FILE.fullmatch, names))
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -155,8 +155,8 @@ def _settings(folder: Path, sources: Sources) -> Mapping[str, Any] | None:
     """The config of DeepSeek's inference code in the folder, if there is one only."""
     files = [file for file in sorted(folder.glob("config*.json")) if file.is_file()]
     read = [read_object(file, sources) for file in files]
-    found = [each for each in read if {"dim", "n_layers"} <= each.keys()]
-    return found[0] if len(found) == 1 else None
+    configs = [each for each in read if {"dim", "n_layers"} <= each.keys()]
+    return configs[0] if len(configs) == 1 else None
 
 
 DEFAULTS: Mapping[str, Any] = {
@@ -208,20 +208,20 @@ INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
 
 def hub_config(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The config.json that the settings of DeepSeek's inference code imply."""
-    said = {**DEFAULTS, **settings}
-    is_sigmoid = said["score_func"] == "sigmoid"
+    values = {**DEFAULTS, **settings}
+    is_sigmoid = values["score_func"] == "sigmoid"
     indexed = any(f".{_INDEXER}." in name for name in tensors)
     biased = any(name.endswith(".e_score_correction_bias") for name in tensors)
-    grouped = "group_limited_greedy" if said["n_expert_groups"] > 1 else "greedy"
+    grouped = "group_limited_greedy" if values["n_expert_groups"] > 1 else "greedy"
     version = "V3" if is_sigmoid or biased else "V2"
     if indexed:
         version = "V32"
     return {
         "model_type": f"deepseek_{version.lower()}",
         "architectures": [f"Deepseek{version}ForCausalLM"],
-        **{key: said[own] for key, own in CONFIG_KEYS.items()},
-        **({key: said[key] for key in INDEXER_KEYS if key in said} if indexed else {}),
-        "q_lora_rank": said["q_lora_rank"] or None,
+        **{key: values[own] for key, own in CONFIG_KEYS.items()},
+        **({key: values[key] for key in INDEXER_KEYS if key in values} if indexed else {}),
+        "q_lora_rank": values["q_lora_rank"] or None,
         "norm_topk_prob": is_sigmoid,
         "topk_method": "noaux_tc" if biased else grouped,
         "moe_layer_freq": 1,
@@ -229,23 +229,23 @@ def hub_config(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
         "attention_bias": False,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
-        "max_position_embeddings": said["original_seq_len"] * said["rope_factor"],
-        "rope_scaling": _yarn(said),
-        **_quantization(said, tensors),
+        "max_position_embeddings": values["original_seq_len"] * values["rope_factor"],
+        "rope_scaling": _yarn(values),
+        **_quantization(values, tensors),
     }
 
 
-def _yarn(said: Mapping[str, Any]) -> dict[str, Any]:
+def _yarn(settings: Mapping[str, Any]) -> dict[str, Any]:
     same = {"factor": "rope_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
     scales = dict.fromkeys(("mscale", "mscale_all_dim"), "mscale")
     named = {**same, **scales, "original_max_position_embeddings": "original_seq_len"}
-    return {"type": "yarn", **{key: said[own] for key, own in named.items()}}
+    return {"type": "yarn", **{key: settings[own] for key, own in named.items()}}
 
 
-def _quantization(said: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _quantization(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if not any(name.endswith(".weight_scale_inv") for name in tensors):
         return {}
-    scales = {"scale_fmt": said["scale_fmt"]} if said.get("scale_fmt") else {}
+    scales = {"scale_fmt": settings["scale_fmt"]} if settings.get("scale_fmt") else {}
     kind = {
         "quant_method": "fp8",
         "fmt": "e4m3",

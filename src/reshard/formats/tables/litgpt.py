@@ -32,18 +32,18 @@ def detect(path: Path) -> bool:
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder or a file. Raises ReshardError."""
     file = path / FILE if path.is_dir() else path
-    found = huggingface.open_checkpoint(file, sources, iteration)
-    settings = _settings(found.description.folder, sources)
-    _refuse_unmerged(found)
-    rules = litgpt.renames(settings, old=any(f".{litgpt.OLD_QKV}." in name for name in found.tensors))
+    checkpoint = huggingface.open_checkpoint(file, sources, iteration)
+    settings = _settings(checkpoint.description.folder, sources)
+    _refuse_unmerged(checkpoint)
+    rules = litgpt.renames(settings, old=any(f".{litgpt.OLD_QKV}." in name for name in checkpoint.tensors))
     if rules is None:
-        raise _unknown_model(settings, found.description.folder)
+        raise _unknown_model(settings, checkpoint.description.folder)
     sizes = litgpt_config.sizes(settings)
-    hub = apply_renamings.on_hub(found.tensors, rules, sizes)
-    _refuse_misfits(found, hub, sizes["num_hidden_layers"])
+    hub = apply_renamings.on_hub(checkpoint.tensors, rules, sizes)
+    _refuse_misfits(checkpoint, hub, sizes["num_hidden_layers"])
     config = litgpt_config.config_of(settings)
-    description = replace(found.description, config=config, recorded=config or sizes)
-    return replace(found, path=path, format=NAME, tensors=hub, description=description, variant="")
+    description = replace(checkpoint.description, config=config, recorded=config or sizes)
+    return replace(checkpoint, path=path, format=NAME, tensors=hub, description=description, variant="")
 
 
 def _settings(folder: Path, sources: Sources) -> Mapping[str, Any]:
@@ -58,8 +58,8 @@ def _settings(folder: Path, sources: Sources) -> Mapping[str, Any]:
             remedy="copy it from the folder that the run started from, into the same folder",
         )
     try:
-        found = read_yaml(file, sources)
-        litgpt_config.sizes(found)
+        settings = read_yaml(file, sources)
+        litgpt_config.sizes(settings)
     except (ValueError, *UNUSABLE) as error:
         raise ReshardError(
             "litgpt-config-unreadable",
@@ -69,18 +69,18 @@ def _settings(folder: Path, sources: Sources) -> Mapping[str, Any]:
             found=str(error),
             remedy="copy it again from the folder that the run started from",
         ) from None
-    return found
+    return settings
 
 
-def _refuse_unmerged(found: Checkpoint) -> None:
-    trained = [name for name in found.tensors if any(each in name for each in TRAINED)]
+def _refuse_unmerged(checkpoint: Checkpoint) -> None:
+    trained = [name for name in checkpoint.tensors if any(each in name for each in TRAINED)]
     if trained:
         raise ReshardError(
             "litgpt-not-merged",
             "the weights of an adapter are not merged into those of the model",
-            file=str(found.path),
+            file=str(checkpoint.path),
             found=listed(trained, 2),
-            remedy=f"merge LoRA with LitGPT: litgpt merge_lora {found.description.folder}; "
+            remedy=f"merge LoRA with LitGPT: litgpt merge_lora {checkpoint.description.folder}; "
             "its Adapter methods cannot be merged",
         )
 
@@ -96,11 +96,15 @@ def _unknown_model(settings: Mapping[str, Any], folder: Path) -> ReshardError:
     )
 
 
-def _refuse_misfits(found: Checkpoint, hub: Iterable[str], layers: int) -> None:
+def _refuse_misfits(checkpoint: Checkpoint, hub: Iterable[str], layers: int) -> None:
     """Raise ReshardError for tensors that are missing, or that no rule has renamed."""
-    wanted = {"transformer.wte.weight", litgpt.HEAD[0], *in_all_layers(litgpt.LAYERS, layers, found.tensors)}
-    unknown = {*found.tensors} & {*hub} - {*litgpt.HEAD}
-    refuse_misfits(found, wanted, unknown, SETTINGS)
+    wanted = {
+        "transformer.wte.weight",
+        litgpt.HEAD[0],
+        *in_all_layers(litgpt.LAYERS, layers, checkpoint.tensors),
+    }
+    unknown = {*checkpoint.tensors} & {*hub} - {*litgpt.HEAD}
+    refuse_misfits(checkpoint, wanted, unknown, SETTINGS)
 
 
 FORMAT = Format(

@@ -45,14 +45,14 @@ SIZE_KEYS = {
 
 def sizes(settings: Mapping[str, Any]) -> Values:
     """The sizes that rules need. Raises ValueError for one that is no number."""
-    given = {"n_query_groups": settings.get("n_head"), **_told(settings)}
-    if "head_size" not in given and given.get("n_head"):
-        given["head_size"] = given.get("n_embd", 0) // given["n_head"]
+    stated = {"n_query_groups": settings.get("n_head"), **_told(settings)}
+    if "head_size" not in stated and stated.get("n_head"):
+        stated["head_size"] = stated.get("n_embd", 0) // stated["n_head"]
     for own in SIZE_KEYS.values():
-        if type(given.get(own)) is not int or given[own] < 1:
-            raise ValueError(f"{own} {given.get(own)}")
-    count_layers(given["n_layer"])
-    return {key: given[own] for key, own in SIZE_KEYS.items()}
+        if type(stated.get(own)) is not int or stated[own] < 1:
+            raise ValueError(f"{own} {stated.get(own)}")
+    count_layers(stated["n_layer"])
+    return {key: stated[own] for key, own in SIZE_KEYS.items()}
 
 
 def _told(settings: Mapping[str, Any]) -> Values:
@@ -166,20 +166,20 @@ DEFAULTS: Values = {
 
 def _rope(settings: Mapping[str, Any]) -> Values | None:
     """The rotary embedding; None for one that transformers scales differently."""
-    found: Values = {"rope_type": "default", "rope_theta": float(settings.get("rope_base", 10000))}
+    rope: Values = {"rope_type": "default", "rope_theta": float(settings.get("rope_base", 10000))}
     condense, adjusted = settings.get("rope_condense_ratio", 1), settings.get("rope_adjustments") or {}
     if condense != 1:
-        return None if adjusted else {**found, "rope_type": "linear", "factor": float(condense)}
+        return None if adjusted else {**rope, "rope_type": "linear", "factor": float(condense)}
     if not adjusted:
-        return found
+        return rope
     if adjusted.keys() == {"factor"}:
-        return {**found, "rope_type": "linear", "factor": adjusted["factor"]}
+        return {**rope, "rope_type": "linear", "factor": adjusted["factor"]}
     keys = ("factor", "low_freq_factor", "high_freq_factor")
     if adjusted.keys() != {*keys, "original_max_seq_len"}:
         return None
     scaled = {key: adjusted[key] for key in keys}
     return {
-        **found,
+        **rope,
         "rope_type": "llama3",
         **scaled,
         "original_max_position_embeddings": adjusted["original_max_seq_len"],
@@ -208,18 +208,18 @@ def _own(model_type: str, settings: Mapping[str, Any], rope: Values) -> Values:
 
 def _of_gemma(model_type: str, settings: Mapping[str, Any], rope: Values) -> Values:
     gelu = "gelu_pytorch_tanh"
-    found: Values = {"hidden_activation": gelu, "hidden_act": gelu}
+    config: Values = {"hidden_activation": gelu, "hidden_act": gelu}
     if model_type == "gemma":
-        return found
+        return config
     kinds = [_NEAR if each else _FAR for each in settings["sliding_window_indices"]]
-    found |= {"sliding_window": settings["sliding_window_size"], "layer_types": kinds[: settings["n_layer"]]}
-    found["query_pre_attn_scalar"] = settings.get("attention_scores_scalar") or settings["head_size"]
+    config |= {"sliding_window": settings["sliding_window_size"], "layer_types": kinds[: settings["n_layer"]]}
+    config["query_pre_attn_scalar"] = settings.get("attention_scores_scalar") or settings["head_size"]
     if model_type == "gemma2":
-        found["attn_logit_softcapping"] = settings.get("attention_logit_softcapping")
-        found["final_logit_softcapping"] = settings.get("final_logit_softcapping")
-        return found
+        config["attn_logit_softcapping"] = settings.get("attention_logit_softcapping")
+        config["final_logit_softcapping"] = settings.get("final_logit_softcapping")
+        return config
     near = {"rope_type": "default", "rope_theta": float(settings["rope_local_base_freq"])}
-    return {**found, "rope_parameters": {_FAR: rope, _NEAR: near}}
+    return {**config, "rope_parameters": {_FAR: rope, _NEAR: near}}
 
 
 _NEAR, _FAR = "sliding_attention", "full_attention"
@@ -227,11 +227,11 @@ _NEAR, _FAR = "sliding_attention", "full_attention"
 
 def _partly_rotated(model_type: str, settings: Mapping[str, Any], rope: Values) -> Values:
     rotated = settings.get("rotary_percentage", DEFAULTS["rotary_percentage"])
-    found: Values = {"rope_parameters": {**rope, "partial_rotary_factor": rotated}}
+    config: Values = {"rope_parameters": {**rope, "partial_rotary_factor": rotated}}
     if model_type == "phi3":
         length = {"original_max_position_embeddings": settings["block_size"], "pad_token_id": None}
-        return {**found, **length, "sliding_window": settings.get("sliding_window_size")}
-    found["hidden_act"] = GELU_NAMES[str(settings.get("gelu_approximate", "none"))]
+        return {**config, **length, "sliding_window": settings.get("sliding_window_size")}
+    config["hidden_act"] = GELU_NAMES[str(settings.get("gelu_approximate", "none"))]
     if model_type == "gpt_neox":
-        found["use_parallel_residual"] = settings.get("parallel_residual", True)
-    return found
+        config["use_parallel_residual"] = settings.get("parallel_residual", True)
+    return config

@@ -69,8 +69,8 @@ def _is_of_torchtune(file: Path) -> bool:
 
 def _of_torchtune(folder: Path) -> Path | None:
     """The file with which torchtune replaces those of Meta; its names count epochs."""
-    found = (each for pattern in ("model-*.bin", "meta_model_*.pt") for each in folder.glob(pattern))
-    return max(filter(_is_of_torchtune, found), default=None)
+    files = (each for pattern in ("model-*.bin", "meta_model_*.pt") for each in folder.glob(pattern))
+    return max(filter(_is_of_torchtune, files), default=None)
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -117,8 +117,8 @@ def _files(path: Path, folder: Path) -> list[Path]:
 
 def _params(folder: Path, sources: Sources) -> Mapping[str, Any]:
     path = folder / PARAMS_FILE
-    found = read_object(path, sources) if path.is_file() else {}
-    wrong = [key for key in SIZE_PARAMS if type(found.get(key)) is not int or found[key] < 1]
+    params = read_object(path, sources) if path.is_file() else {}
+    wrong = [key for key in SIZE_PARAMS if type(params.get(key)) is not int or params[key] < 1]
     if wrong:
         raise ReshardError(
             "meta-params-unusable",
@@ -126,10 +126,10 @@ def _params(folder: Path, sources: Sources) -> Mapping[str, Any]:
             file=str(path),
             rule="it says how many heads share the rows of a projection",
             expected=f"{', '.join(SIZE_PARAMS)} as positive integers",
-            found=f"{', '.join(f'{key} {found.get(key)!r}' for key in wrong)}" if found else "no such file",
+            found=f"{', '.join(f'{key} {params.get(key)!r}' for key in wrong)}" if params else "no such file",
             remedy="copy it from where the weights were saved or downloaded",
         )
-    return found
+    return params
 
 
 def _without_frequencies(content: dict[str, Tensor]) -> int:
@@ -202,12 +202,12 @@ def _config(params: Mapping[str, Any], tensors: Mapping[str, Tensor], *, tied: b
 def _recorded(params: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of the config that `params` record."""
     has = {"rms_norm_eps": "norm_eps", "rope_theta": "rope_theta", "rope_scaling": "use_scaled_rope"}
-    found = {key: value for key, value in config.items() if has.get(key, "dim") in params}
-    if found.get("rope_scaling"):
-        found["rope_scaling"] = {
-            key: value for key, value in found["rope_scaling"].items() if key != "factor"
+    recorded = {key: value for key, value in config.items() if has.get(key, "dim") in params}
+    if recorded.get("rope_scaling"):
+        recorded["rope_scaling"] = {
+            key: value for key, value in recorded["rope_scaling"].items() if key != "factor"
         }
-    return found
+    return recorded
 
 
 def _assumed(params: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
@@ -246,13 +246,13 @@ def _unlike(dims: Dims, config: Mapping[str, Any]) -> Iterator[Problem]:
         odd["heads that together are as wide as the model"] = widths
     if kind != "default" and {**SCALED, **scaling} != {**scaling, **SCALED}:
         odd["a plain rope, or Llama 3's scaled one"] = f"rope_type {kind!r}"
-    for expected, found in odd.items():
+    for expected, setting in odd.items():
         yield Problem(
             "meta-model-unsupported",
             "Meta's code does not build this model",
             rule=f"{PARAMS_FILE} has few settings, and the model must compute the same",
             expected=expected,
-            found=found,
+            found=setting,
             remedy="choose another format with --to",
         )
 
@@ -278,8 +278,8 @@ def settings_of_width(hidden: int, width: int) -> dict[str, Any]:
     usual = ((multiple, factor) for multiple in (256, 1024, 4096) for factor in (None, 1.0, 1.3, 1.5))
     step = width & -width
     fitted = step, (width - step // 2 + 0.25) / int(8 * hidden / 3)
-    found = next(each for each in (*usual, fitted) if _width_of(hidden, *each) == width)
-    return dict(zip(("multiple_of", "ffn_dim_multiplier"), found, strict=True))
+    fitting = next(each for each in (*usual, fitted) if _width_of(hidden, *each) == width)
+    return dict(zip(("multiple_of", "ffn_dim_multiplier"), fitting, strict=True))
 
 
 def _width_of(hidden: int, multiple: int, factor: float | None) -> int:
@@ -299,10 +299,12 @@ class MetaWriting(Writing):
     def files(self) -> list[OutputFile]:
         """A file for each rank, and params.json."""
         ranks = self.request.layout.tp
-        held = [(tensor.name, tensor) for tensor in self.request.tensors]
+        tensors = [(tensor.name, tensor) for tensor in self.request.tensors]
         is_llama_2 = self.request.declared.dims.vocab < LLAMA_3 and not self.request.tied
         split = partial(_split_of, by_columns=is_llama_2)
-        files = [rank_file(f"consolidated.{rank:02d}.pth", held, split, rank, ranks) for rank in range(ranks)]
+        files = [
+            rank_file(f"consolidated.{rank:02d}.pth", tensors, split, rank, ranks) for rank in range(ranks)
+        ]
         return [*files, OutputFile.of_bytes(PARAMS_FILE, to_json(_new_params(self.request)))]
 
     def notes(self) -> list[str]:

@@ -58,33 +58,33 @@ def _is_of_mistral(folder: Path) -> bool:
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder or a file. Raises ReshardError."""
-    found = huggingface.open_checkpoint(_place(path), sources, iteration)
-    folder = found.description.folder
+    checkpoint = huggingface.open_checkpoint(_place(path), sources, iteration)
+    folder = checkpoint.description.folder
     config = object_beside(folder, CONFIG, sources)
-    if foreign.with_names_of_a_tool(path, found.tensors, config) is None:
-        return replace(found, path=path)  # the Hub's names, in files that are called so
-    _refuse_quantized(found)
+    if foreign.with_names_of_a_tool(path, checkpoint.tensors, config) is None:
+        return replace(checkpoint, path=path)  # the Hub's names, in files that are called so
+    _refuse_quantized(checkpoint)
     derived, notes, recorded = None, list[str](), None
     if config is None:
         params = object_beside(folder, mistral_params.PARAMS_FILE, sources)
         if params is None:
             raise _without_params(folder)
         config, notes, recorded = mistral_params.config_of(
-            params, found.tensors, str(folder / mistral_params.PARAMS_FILE)
+            params, checkpoint.tensors, str(folder / mistral_params.PARAMS_FILE)
         )
         derived = config
     rules = mistral.renames(config)
     if rules is None:
         raise mistral_params.unsupported([f"model_type {config.get('model_type')}"], str(folder / CONFIG))
-    hub = apply_renamings.on_hub(found.tensors, rules, config)
-    _refuse_misfits(found, hub, config)
-    kept = [each for each in found.notes if "index" not in each]
+    hub = apply_renamings.on_hub(checkpoint.tensors, rules, config)
+    _refuse_misfits(checkpoint, hub, config)
+    kept = [each for each in checkpoint.notes if "index" not in each]
     return replace(
-        found,
+        checkpoint,
         path=path,
         format=NAME,
         tensors=hub,
-        description=replace(found.description, config=derived, recorded=recorded),
+        description=replace(checkpoint.description, config=derived, recorded=recorded),
         notes=[*kept, *notes],
     )
 
@@ -95,14 +95,14 @@ def _place(path: Path) -> Path:
     return next((place for place in places if place.is_file()), path)
 
 
-def _refuse_quantized(found: Checkpoint) -> None:
-    scales = [name for name in found.tensors if name.endswith(QUANTIZED_SUFFIXES)]
+def _refuse_quantized(checkpoint: Checkpoint) -> None:
+    scales = [name for name in checkpoint.tensors if name.endswith(QUANTIZED_SUFFIXES)]
     if not scales:
         return
     raise ReshardError(
         "mistral-weights-quantized",
         "the weights are in FP8 with the scales of Mistral's own layout, which reshard does not read",
-        file=str(found.path),
+        file=str(checkpoint.path),
         found=listed(scales, 2),
         remedy="use the files of the Hub's layout, which reshard reads in FP8, too, or the unquantized release",
     )
@@ -118,10 +118,10 @@ def _without_params(folder: Path) -> ReshardError:
     )
 
 
-def _refuse_misfits(found: Checkpoint, hub: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def _refuse_misfits(checkpoint: Checkpoint, hub: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Raise ReshardError for tensors that are missing, or that no rule has renamed: all have other names on the Hub."""
-    wanted = mistral.wanted(config, found.tensors)
-    refuse_misfits(found, wanted, found.tensors.keys() & hub.keys(), "params.json")
+    wanted = mistral.wanted(config, checkpoint.tensors)
+    refuse_misfits(checkpoint, wanted, checkpoint.tensors.keys() & hub.keys(), "params.json")
 
 
 def fit(request: Request) -> Request:

@@ -71,20 +71,22 @@ class DerivedConfig(NamedTuple):
 
 def config_of(params: Mapping[str, Any], tensors: Collection[str], file: str) -> DerivedConfig:
     """The config.json of the model with these parameters and tensors, which tell its biases. Raises ReshardError."""
-    told = {key: value for key, value in params.items() if value is not None}
+    stated = {key: value for key, value in params.items() if value is not None}
     beyond = [
-        f"{key} {told[key]}" for key in REQUIRED_VALUES if key in told and told[key] != REQUIRED_VALUES[key]
+        f"{key} {stated[key]}"
+        for key in REQUIRED_VALUES
+        if key in stated and stated[key] != REQUIRED_VALUES[key]
     ]
-    beyond += [f"moe.{key}" for key in told.get("moe", ()) if key not in EXPERT_KEYS]
-    beyond += _odd_rope(told)
-    if "moe" in told and "vision_encoder" in told:
+    beyond += [f"moe.{key}" for key in stated.get("moe", ()) if key not in EXPERT_KEYS]
+    beyond += _odd_rope(stated)
+    if "moe" in stated and "vision_encoder" in stated:
         beyond.append("moe beside vision_encoder")
-    if len({each for each in _listed(told) if each is not None}) > 1:
+    if len({each for each in _listed(stated) if each is not None}) > 1:
         beyond.append("windows of several sizes")
     if beyond:
         raise unsupported(beyond, file)
     try:
-        return _derived(told, BIAS in tensors)
+        return _derived(stated, BIAS in tensors)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReshardError(
             "mistral-params-unreadable",
@@ -96,9 +98,9 @@ def config_of(params: Mapping[str, Any], tensors: Collection[str], file: str) ->
         ) from None
 
 
-def _odd_rope(told: Mapping[str, Any]) -> Iterator[str]:
+def _odd_rope(params: Mapping[str, Any]) -> Iterator[str]:
     """What is unlike Ministral 3, the only model with a scaled rotary embedding in both configs."""
-    yarn, scaling = told.get("yarn"), told.get("llama_4_scaling")
+    yarn, scaling = params.get("yarn"), params.get("llama_4_scaling")
     if not yarn and not scaling:
         return
     if not (isinstance(yarn, Mapping) and isinstance(scaling, Mapping)):
@@ -109,16 +111,16 @@ def _odd_rope(told: Mapping[str, Any]) -> Iterator[str]:
         yield f"two values of {_ORIGINAL}"
 
 
-def _listed(told: Mapping[str, Any]) -> list[Any]:
+def _listed(params: Mapping[str, Any]) -> list[Any]:
     """The windows of layers, if they are in a list."""
-    window = told.get("sliding_window", told.get("_sliding_window"))
+    window = params.get("sliding_window", params.get("_sliding_window"))
     return window if isinstance(window, list) else []
 
 
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def unsupported(found: list[str], file: str | None = None) -> ReshardError:
+def unsupported(settings: list[str], file: str | None = None) -> ReshardError:
     """The error for a model that is only in one of the two layouts, or that both describe differently."""
     return ReshardError(
         Problem(
@@ -126,7 +128,7 @@ def unsupported(found: list[str], file: str | None = None) -> ReshardError:
             "reshard does not convert this model between Mistral's own layout and the Hub's",
             file=file,
             expected="Mistral, Mixtral, Ministral, Ministral 3, Mistral 3 or Pixtral, as Mistral's code computes them",
-            found=", ".join(found),
+            found=", ".join(settings),
             remedy="use the files of the Hub's layout, which most repositories have, too"
             if file
             else "pass --to huggingface, which keeps the model as it is",
@@ -134,20 +136,20 @@ def unsupported(found: list[str], file: str | None = None) -> ReshardError:
     )
 
 
-def _derived(told: Mapping[str, Any], bias: bool) -> DerivedConfig:
+def _derived(params: Mapping[str, Any], bias: bool) -> DerivedConfig:
     notes: list[str] = []
-    text = _text(told, notes)
-    tied = bool(told.get("tied_embeddings"))
+    text = _text(params, notes)
+    tied = bool(params.get("tied_embeddings"))
     text["tie_word_embeddings"] = tied
-    vision = told.get("vision_encoder")
+    vision = params.get("vision_encoder")
     kind = text["model_type"] if vision is None else _seeing(vision)
-    length = next((_number(told[key], key) for key in LENGTH_KEYS if key in told), None)
+    length = next((_number(params[key], key) for key in LENGTH_KEYS if key in params), None)
     if length is None:
         length = LENGTH_OF_TYPE.get(kind, USUAL_LENGTH)
         notes.append(f"params.json has no length of sequences: {length}, as transformers' converter sets it")
     text["max_position_embeddings"] = length
     recorded = dict(text)
-    if "rope_theta" not in told:
+    if "rope_theta" not in params:
         del recorded["rope_parameters"]
     if vision is None:
         config = {"architectures": [ARCHITECTURES[kind]], **text, **TOKEN_IDS}
@@ -160,45 +162,47 @@ def _seeing(vision: Mapping[str, Any]) -> str:
     return "mistral3" if vision.get("mm_projector_id") == MERGER else "llava"
 
 
-def _text(told: Mapping[str, Any], notes: list[str]) -> Values:
+def _text(params: Mapping[str, Any], notes: list[str]) -> Values:
     """The config of the language model; adds to `notes`."""
-    told = {"n_kv_heads": told["n_heads"], **told}
-    found: Values = {key: _number(told[own], own) for own, key in SIZE_KEYS.items()}
-    window = told.get("sliding_window", told.get("_sliding_window"))
-    layers = found["num_hidden_layers"]
+    params = {"n_kv_heads": params["n_heads"], **params}
+    config: Values = {key: _number(params[own], own) for own, key in SIZE_KEYS.items()}
+    window = params.get("sliding_window", params.get("_sliding_window"))
+    layers = config["num_hidden_layers"]
     count_layers(layers)
-    if "moe" in told:
+    if "moe" in params:
         kind = "mixtral"
-        found |= {key: _number(told["moe"][own], own) for own, key in EXPERT_KEYS.items()}
+        config |= {key: _number(params["moe"][own], own) for own, key in EXPERT_KEYS.items()}
     elif isinstance(window, list):
         kind = "ministral"
         if layers % len(window):
             raise ValueError(f"{len(window)} windows for {layers} layers")
         windows = window * (layers // len(window))
-        found["layer_types"] = ["full_attention" if each is None else "sliding_attention" for each in windows]
+        config["layer_types"] = [
+            "full_attention" if each is None else "sliding_attention" for each in windows
+        ]
         window = next(iter({each for each in window if each is not None}), None)
     else:
-        kind = "ministral3" if "llama_4_scaling" in told else "mistral"
-    theta = told.get("rope_theta")
+        kind = "ministral3" if "llama_4_scaling" in params else "mistral"
+    theta = params.get("rope_theta")
     if theta is None:
         theta = 10000.0 if window else 1000000.0
         notes.append(
             f"params.json has no rope_theta: {theta:.0f}, as mistral_inference took it for such a model"
         )
-    found["rope_parameters"] = _rope(told, float(theta))
+    config["rope_parameters"] = _rope(params, float(theta))
     return {
         "model_type": kind,
-        **found,
+        **config,
         "hidden_act": "silu",
         "sliding_window": None if window is None else int(window),
     }
 
 
-def _rope(told: Mapping[str, Any], theta: float) -> Values:
-    if "yarn" not in told:
+def _rope(params: Mapping[str, Any], theta: float) -> Values:
+    if "yarn" not in params:
         return {"rope_type": "default", "rope_theta": theta}
-    yarn = {key: told["yarn"][own] for own, key in YARN_KEYS.items()}
-    scale = told["llama_4_scaling"]["beta"]
+    yarn = {key: params["yarn"][own] for own, key in YARN_KEYS.items()}
+    scale = params["llama_4_scaling"]["beta"]
     # Both scales are the same, and their ratio, which transformers computes with, is one.
     return {
         "rope_type": "yarn",
@@ -213,7 +217,7 @@ def _rope(told: Mapping[str, Any], theta: float) -> Values:
 def _with_vision(kind: str, vision: Mapping[str, Any], bias: bool) -> Values:
     tower = {key: _number(vision[key], key) for key in VISION_KEYS}
     theta = float(vision.get("rope_theta", 10000.0))
-    found: Values = {
+    config: Values = {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
         "image_token_index": vision.get("image_token_id", IMAGE),
@@ -223,16 +227,16 @@ def _with_vision(kind: str, vision: Mapping[str, Any], bias: bool) -> Values:
         "vision_config": {"model_type": "pixtral", **tower, "rope_theta": theta, "hidden_act": "silu"},
     }
     if kind == "mistral3":
-        return {**found, "spatial_merge_size": _number(vision["spatial_merge_size"], "spatial_merge_size")}
-    return {**found, "vision_feature_select_strategy": "full", "image_seq_length": 1}
+        return {**config, "spatial_merge_size": _number(vision["spatial_merge_size"], "spatial_merge_size")}
+    return {**config, "vision_feature_select_strategy": "full", "image_seq_length": 1}
 
 
 def _number(value: Any, key: str) -> int | float:
     kinds = (int, float) if key == "norm_eps" else (int,)
     if type(value) not in kinds or value <= 0:
         raise ValueError(f"{key} {value}")
-    found: int | float = value
-    return found
+    number: int | float = value
+    return number
 
 
 def params_of(config: Mapping[str, Any], tensors: Collection[str]) -> Values:
@@ -247,20 +251,20 @@ def params_of(config: Mapping[str, Any], tensors: Collection[str]) -> Values:
         "head_dim": text.get("head_dim") or text["hidden_size"] // heads,
         "num_key_value_heads": text.get("num_key_value_heads") or heads,
     }
-    found: Values = {own: sizes.get(key, text.get(key)) for own, key in SIZE_KEYS.items()}
-    found |= _own_rope(text)
+    params: Values = {own: sizes.get(key, text.get(key)) for own, key in SIZE_KEYS.items()}
+    params |= _own_rope(text)
     window = _windows(text)
     if window is not None:
-        found["sliding_window"] = window
+        params["sliding_window"] = window
     if text.get("model_type") == "mixtral":
-        found["moe"] = {own: text[key] for own, key in EXPERT_KEYS.items()}
+        params["moe"] = {own: text[key] for own, key in EXPERT_KEYS.items()}
     if HEAD not in tensors:
-        found["tied_embeddings"] = True
+        params["tied_embeddings"] = True
     if length := text.get("max_position_embeddings"):
-        found |= dict.fromkeys(LENGTH_KEYS, length)
+        params |= dict.fromkeys(LENGTH_KEYS, length)
     if is_seeing:
-        found["vision_encoder"] = _own_vision(config, BIAS in tensors)
-    return found
+        params["vision_encoder"] = _own_vision(config, BIAS in tensors)
+    return params
 
 
 def _odd_text(text: Mapping[str, Any]) -> Iterator[str]:
@@ -292,12 +296,12 @@ def _odd_vision(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _own_rope(text: Mapping[str, Any]) -> Values:
     rope, kind = rope_parameters(text), str(text.get("model_type"))
-    found: Values = {"rope_theta": rope.get("rope_theta", ROPE_THETA_OF_TYPE.get(kind, 10000.0))}
+    params: Values = {"rope_theta": rope.get("rope_theta", ROPE_THETA_OF_TYPE.get(kind, 10000.0))}
     if kind == "ministral3":
         original = rope[_ORIGINAL]
-        found["yarn"] = {**{own: rope[key] for own, key in YARN_KEYS.items()}, "apply_scale": False}
-        found["llama_4_scaling"] = {_ORIGINAL: original, "beta": rope["llama_4_scaling_beta"]}
-    return found
+        params["yarn"] = {**{own: rope[key] for own, key in YARN_KEYS.items()}, "apply_scale": False}
+        params["llama_4_scaling"] = {_ORIGINAL: original, "beta": rope["llama_4_scaling_beta"]}
+    return params
 
 
 def _windows(text: Mapping[str, Any]) -> int | list[int | None] | None:
@@ -313,7 +317,7 @@ def _windows(text: Mapping[str, Any]) -> int | list[int | None] | None:
 def _own_vision(config: Mapping[str, Any], bias: bool) -> Values:
     vision = config["vision_config"]
     image = config.get("image_token_index", config.get("image_token_id", IMAGE))
-    found: Values = {
+    params: Values = {
         **{key: vision[key] for key in VISION_KEYS},
         "rope_theta": rope_parameters(vision).get("rope_theta", 10000.0),
         "max_image_size": vision["image_size"],
@@ -325,9 +329,9 @@ def _own_vision(config: Mapping[str, Any], bias: bool) -> Values:
     if config["model_type"] == "mistral3":
         merge = config.get("spatial_merge_size", 2)
         return {
-            **found,
+            **params,
             "mm_projector_id": MERGER,
             "spatial_merge_size": merge,
             "add_pre_mm_projector_layer_norm": True,
         }
-    return found
+    return params

@@ -89,8 +89,8 @@ def _weights(path: Path) -> Path | None:
 
 def _steps(path: Path) -> dict[int, Path]:
     """The folders of all steps, in their order."""
-    found = {int(child.name): child for child in folders_in(path) if child.name.isdecimal()}
-    return {step: found[step] for step in sorted(found) if _weights(found[step])}
+    folders = {int(child.name): child for child in folders_in(path) if child.name.isdecimal()}
+    return {step: folders[step] for step in sorted(folders) if _weights(folders[step])}
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -122,15 +122,15 @@ def _step(path: Path, iteration: Iteration | None) -> Path:
     if not steps and iteration is None:
         return path
     wanted = _latest(path / LATEST_FILE) if iteration is None else iteration
-    there = steps or _steps(path.resolve().parent)
-    if wanted in there:
-        return there[int(wanted)]
+    available = steps or _steps(path.resolve().parent)
+    if wanted in available:
+        return available[int(wanted)]
     raise ReshardError(
         "nanotron-step-not-found",
         "this step does not exist",
         file=str(path / str(wanted)),
         expected=f"step {wanted}, as {'--iteration' if iteration is not None else LATEST_FILE} says",
-        found=f"steps {listed(list(map(str, there)), 8)}" if there else "no steps",
+        found=f"steps {listed(list(map(str, available)), 8)}" if available else "no steps",
         remedy="choose another with --iteration, or pass the folder of a step",
     )
 
@@ -148,12 +148,12 @@ def _size_of(folder: Path) -> int:
 
 def _files(weights: Path) -> dict[str, list[ParameterFile]]:
     """The files of each parameter."""
-    found: dict[str, list[ParameterFile]] = defaultdict(list)
+    by_name: dict[str, list[ParameterFile]] = defaultdict(list)
     for path in sorted(weights.rglob("model_*.safetensors")):
         if match := _FILE.fullmatch(path.name):
             name = ".".join((*path.relative_to(weights).parent.parts, match["weight"]))
-            found[name].append(ParameterFile(path, _place(match)))
-    return found
+            by_name[name].append(ParameterFile(path, _place(match)))
+    return by_name
 
 
 def _place(match: re.Match[str]) -> AxisRanks | None:
@@ -165,7 +165,7 @@ def _place(match: re.Match[str]) -> AxisRanks | None:
 
 def _layout(files: Mapping[str, Sequence[ParameterFile]]) -> SavedLayout:
     """The layout, by the names of all files; experts are told apart only where their ranks have files of their own."""
-    ranks = [each.place.ranks for found in files.values() for each in found if each.place]
+    ranks = [each.place.ranks for parameter_files in files.values() for each in parameter_files if each.place]
     pp, tp, ep = (max((each[axis] for each in ranks if len(each) > axis), default=1) for axis in range(3))
     return SavedLayout(tp=tp, pp=pp, vpp=1, ep=ep, etp=tp)
 
@@ -174,37 +174,37 @@ def _read(files: Mapping[str, list[ParameterFile]], folder: Path, sources: Sourc
     """All parameters of a folder. Raises ReshardError for each that is not complete."""
     tensors: dict[str, Tensor] = {}
     problems: list[Problem] = []
-    for name, found in files.items():
-        lacking = [*_lacking(name, found)]
+    for name, parameter_files in files.items():
+        lacking = [*_lacking(name, parameter_files)]
         problems += lacking
         if lacking:
             continue
         try:
-            tensors[name] = _joined(name, [_part(each.path, sources) for each in found])
+            tensors[name] = _joined(name, [_part(each.path, sources) for each in parameter_files])
         except ReshardError as error:
             problems += error.problems
     raise_all(one_for_all(problems, files, str(folder)))
     return tensors
 
 
-def _lacking(name: str, found: Sequence[ParameterFile]) -> Iterator[Problem]:
+def _lacking(name: str, files: Sequence[ParameterFile]) -> Iterator[Problem]:
     """Problems of the files of a parameter: some are missing, or they are of two saves."""
-    places = [each.place for each in found]
+    places = [each.place for each in files]
     first = places[0]
     if first is None or any(each is None or each.ranks != first.ranks for each in places):
-        if len(found) > 1:
+        if len(files) > 1:
             yield Problem(
                 "nanotron-saves-mixed",
                 "the files of a parameter are of two layouts",
                 tensor=name,
-                file=str(found[-1].path),
+                file=str(files[-1].path),
                 rule="a save has either one file of a parameter, or one for each rank of its layout",
-                found=listed([each.path.name for each in found], 4),
+                found=listed([each.path.name for each in files], 4),
                 remedy="two saves are mixed: save again into an empty folder, or move away the files of one",
             )
         return
-    there = {each.rank[1:] for each in places if each}
-    wanted = (each for each in product(*map(range, first.ranks[1:])) if each not in there)
+    ranks_present = {each.rank[1:] for each in places if each}
+    wanted = (each for each in product(*map(range, first.ranks[1:])) if each not in ranks_present)
     missing = [*islice(wanted, 8)]  # a name can say any number
     if missing:
         axes = ("tp", "exp")
@@ -213,10 +213,10 @@ def _lacking(name: str, found: Sequence[ParameterFile]) -> Iterator[Problem]:
             "nanotron-rank-missing",
             "the files of some ranks are missing",
             tensor=name,
-            file=str(found[0].path.parent),
+            file=str(files[0].path.parent),
             rule="each rank has a part of the parameter, and all are read",
             expected=f"{prod(first.ranks[1:])} files",
-            found=f"{len(there)}, and none of rank {'; '.join(ranks)}",
+            found=f"{len(ranks_present)}, and none of rank {'; '.join(ranks)}",
             remedy=COPY_AGAIN,
         )
 
@@ -283,9 +283,9 @@ def _joined(name: str, parts: Sequence[ParameterPart]) -> Tensor:
         raise _misfit(name, parts, ", ".join(sorted(f"{dtype} {list(shape)}" for dtype, shape in kinds)))
     boxes = [box for part in parts for box in part.boxes]
     whole = assemble(first.shape, boxes)
-    held = sum(view.numel for _, view in boxes)
-    if held != whole.numel or overlaps(whole):
-        raise _misfit(name, parts, f"{held} of {whole.numel} elements{_twice(parts)}")
+    elements = sum(view.numel for _, view in boxes)
+    if elements != whole.numel or overlaps(whole):
+        raise _misfit(name, parts, f"{elements} of {whole.numel} elements{_twice(parts)}")
     return Tensor(first.tensor.dtype, whole)
 
 

@@ -87,17 +87,17 @@ def hub_config(
     biased = any(name.endswith(f"{QKV}bias") for name in tensors)
     raise_all(_unlike_the_hub(config, folder, sources))
     window, interval = config.get("sliding_window_size"), config.get("no_rope_layer")
-    found = {key: config[key] for key in SAME_KEYS if key in config}
+    same = {key: config[key] for key in SAME_KEYS if key in config}
     if factor := config.get("rope_seq_len_interpolation_factor"):
-        found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+        same["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     if experts := config.get("moe_config"):
-        return {**found, **_named("qwen2_moe"), **_experts(config, experts), "qkv_bias": biased}
+        return {**same, **_named("qwen2_moe"), **_experts(config, experts), "qkv_bias": biased}
     if interval:
-        return {**found, **_named("smollm3"), "no_rope_layer_interval": interval, "attention_bias": biased}
+        return {**same, **_named("smollm3"), "no_rope_layer_interval": interval, "attention_bias": biased}
     if biased:
         windowed = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
-        return {**found, **_named("qwen2"), **(windowed if window else {"use_sliding_window": False})}
-    return {**found, **(_named("mistral") | {"sliding_window": window} if window else _named("llama"))}
+        return {**same, **_named("qwen2"), **(windowed if window else {"use_sliding_window": False})}
+    return {**same, **(_named("mistral") | {"sliding_window": window} if window else _named("llama"))}
 
 
 def _named(model_type: str) -> dict[str, Any]:

@@ -53,15 +53,18 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     """Open a folder or a file. Raises ReshardError."""
     if of_ranks := foreign.named_by_a_tool(path):
         raise ReshardError(of_ranks)
-    found = huggingface.open_checkpoint(path, sources, iteration)
+    checkpoint = huggingface.open_checkpoint(path, sources, iteration)
     if not safetensors_writers.has(path, *MARKS):
         return mlx.FORMAT.open(path, sources, iteration)
-    if _is_plain(found.tensors, path):
-        return found
-    config = _config(found.description.folder, sources)
-    _refuse_unknown(found, config)
+    if _is_plain(checkpoint.tensors, path):
+        return checkpoint
+    config = _config(checkpoint.description.folder, sources)
+    _refuse_unknown(checkpoint, config)
     return replace(
-        found, format=NAME, tensors=_on_hub(found.tensors, config), notes=[*found.notes, *_told(config)]
+        checkpoint,
+        format=NAME,
+        tensors=_on_hub(checkpoint.tensors, config),
+        notes=[*checkpoint.notes, *_told(config)],
     )
 
 
@@ -88,10 +91,10 @@ def _module(name: str) -> str:
 
 def _hidden(tensors: Mapping[str, Tensor]) -> int | None:
     """The size of hidden states, which the embedding [vocabulary, hidden] tells."""
-    found = (
+    sizes = (
         each.shape[1] for name, each in tensors.items() if _module(name) == EMBEDDING and len(each.shape) == 2
     )
-    return next(found, None)
+    return next(sizes, None)
 
 
 def _is_plain(tensors: Mapping[str, Tensor], path: Path) -> bool:
@@ -123,12 +126,12 @@ def _is_plain(tensors: Mapping[str, Tensor], path: Path) -> bool:
     )
 
 
-def _refuse_unknown(found: Checkpoint, config: Mapping[str, Any]) -> None:
+def _refuse_unknown(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Raise ReshardError for matrices of which it is not known whether they are linear weights."""
     known = (*LINEAR, EMBEDDING)
     unknown = [
         name
-        for name, each in found.tensors.items()
+        for name, each in checkpoint.tensors.items()
         if len(each.shape) > 1
         and not (name.endswith(".weight") and (_module(name) in known or _is_head(name)))
     ]
@@ -138,9 +141,9 @@ def _refuse_unknown(found: Checkpoint, config: Mapping[str, Any]) -> None:
                 "paddle-tensor-unknown",
                 "reshard does not know whether Paddle stores this weight as [in, out]",
                 tensor=name,
-                file=found.tensors[name].file,
+                file=checkpoint.tensors[name].file,
                 rule=f"the weights of {config['model_type']} have the names of its modules in PaddleNLP",
-                found=str(list(found.tensors[name].shape)),
+                found=str(list(checkpoint.tensors[name].shape)),
                 remedy="save the model in Hugging Face's format: save_pretrained(…, save_to_hf=True) of PaddleFormers",
             )
             for name in unknown
@@ -155,13 +158,13 @@ def _on_hub(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[st
     """The tensors under the Hub's names, as it has them."""
     begin = re.compile(rf"{config['model_type']}\.(?=layers\.|embed_tokens\.|norm\.)")
     hidden = _hidden(tensors)
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         is_turned = _module(name) in LINEAR or (_is_head(name) and tensor.shape[-1] != hidden)
         view = tensor.view.permute(1, 0) if is_turned and len(tensor.shape) == 2 else tensor.view
         new = begin.sub("model.", name, count=1)
-        found |= {each: Tensor(tensor.dtype, part) for each, part in _apart(new, view, config)}
-    return found
+        renamed |= {each: Tensor(tensor.dtype, part) for each, part in _apart(new, view, config)}
+    return renamed
 
 
 def _apart(name: str, view: View, config: Mapping[str, Any]) -> Iterator[tuple[str, View]]:

@@ -10,7 +10,7 @@ from reshard.formats.checkpoint import Checkpoint
 
 
 def refuse_misfits(
-    found: Checkpoint, wanted: Collection[str], unknown: Collection[str], settings: str
+    checkpoint: Checkpoint, wanted: Collection[str], unknown: Collection[str], settings: str
 ) -> None:
     """Raise ReshardError for tensors of `wanted` that are missing, and for `unknown` ones.
 
@@ -21,23 +21,23 @@ def refuse_misfits(
             "tool-tensor-missing",
             "a tensor of the model is missing",
             tensor=name,
-            file=str(found.path),
+            file=str(checkpoint.path),
             rule=f"layers are alike, and {settings} counts them",
             remedy=f"copy the files again, or pass the folder with the {settings} of these weights",
         )
-        for name in sorted(set(wanted) - found.tensors.keys())
+        for name in sorted(set(wanted) - checkpoint.tensors.keys())
     ]
     problems += [
         Problem(
             "tool-tensor-unknown",
             "a tensor is not known in a model of this kind",
             tensor=name,
-            file=found.tensors[name].file,
+            file=checkpoint.tensors[name].file,
             expected=f"the tensors of the model in {settings}",
             remedy=f"pass the folder with the {settings} that was written with these weights",
         )
         for name in sorted(unknown)
     ]
     if problems:
-        alike = one_for_all(problems, found.tensors.keys() | set(wanted), str(found.path))
-        raise ReshardError(found.problems or alike)
+        alike = one_for_all(problems, checkpoint.tensors.keys() | set(wanted), str(checkpoint.path))
+        raise ReshardError(checkpoint.problems or alike)

@@ -77,16 +77,19 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     sizes = _SharedSizes(config, ranks, folder)
     joined = JoinedRanks([dict(_apart(content, sizes)) for content in contents], _split_of)
     tensors = joined.tensors()
-    found = _with_both_ends(tensors, config)
-    heads = [replica for name in found for replica in sizes.once(name, found)]
+    complete = _with_both_ends(tensors, config)
+    heads = [replica for name in complete for replica in sizes.once(name, complete)]
     padding = [
-        replica for name in (EMBEDDING, HEAD) if name in found for replica in sizes.unpadded(name, found)
+        replica
+        for name in (EMBEDDING, HEAD)
+        if name in complete
+        for replica in sizes.unpadded(name, complete)
     ]
     return Checkpoint(
         path=path,
         format=NAME,
         dialect=HUB,
-        tensors=found,
+        tensors=complete,
         description=ModelDescription(folder),
         dropped=+dropped,
         replicas=[*joined.replicas, *heads, *padding],
@@ -100,14 +103,14 @@ def _config(folder: Path, sources: Sources) -> Mapping[str, Any]:
     config = object_beside(folder, CONFIG, sources) or {}
     if config.get("model_type") in KNOWN_TYPES and not config.get("quantization_config"):
         return config
-    found = f"model_type {config.get('model_type')}" if config else f"no {CONFIG} beside the weights"
+    model = f"model_type {config.get('model_type')}" if config else f"no {CONFIG} beside the weights"
     raise ReshardError(
         "vllm-model-unsupported",
         "reshard does not know how vLLM arranges the weights of this model",
         file=str(folder / CONFIG),
         rule="vLLM packs quantized weights for its kernels, and permutes those of experts on some GPUs",
         expected=f"model_type {', '.join(KNOWN_TYPES)}, not quantized",
-        found="quantization_config" if config.get("quantization_config") else found,
+        found="quantization_config" if config.get("quantization_config") else model,
         remedy=CONVERT_ORIGINAL,
     )
 
