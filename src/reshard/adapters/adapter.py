@@ -79,8 +79,8 @@ class Adapter:
     @property
     def has_base(self) -> bool:
         """Whether the checkpoint has the base's weights: those of every changed module, and others."""
-        there = self.base.keys() | self.whole.keys()
-        return all(f"{module}.weight" in there for module in self.pairs) and len(there) > len(self.pairs)
+        names = self.base.keys() | self.whole.keys()
+        return all(f"{module}.weight" in names for module in self.pairs) and len(names) > len(self.pairs)
 
 
 def read_adapter(checkpoint: Checkpoint, name: str | None = None, alpha: float | None = None) -> Adapter:
@@ -171,19 +171,19 @@ def _trained_biases(settings: AdapterSettings, base: Mapping[str, Tensor]) -> di
 
 def _chosen(parts: Iterable[PairPart | WholeWeight], name: str | None, file: str) -> str:
     """The name of the adapter to use, as in the names of tensors; "" if they have none."""
-    there = sorted({part.adapter for part in parts if isinstance(part, PairPart)})
-    if name is None and len(there) == 1:
-        return there[0]
-    if name in there:
+    names = sorted({part.adapter for part in parts if isinstance(part, PairPart)})
+    if name is None and len(names) == 1:
+        return names[0]
+    if name in names:
         return str(name)
-    if there == [""]:  # the file has no name that could differ
+    if names == [""]:  # the file has no name that could differ
         return ""
     raise ReshardError(
         "adapter-name-unknown" if name else "adapter-ambiguous",
         "there is no adapter of this name" if name else "the checkpoint contains several adapters",
         file=file,
-        expected=", ".join(there),
-        found=f"--adapter {name}" if name else f"{len(there)} adapters",
+        expected=", ".join(names),
+        found=f"--adapter {name}" if name else f"{len(names)} adapters",
         remedy="choose one of them: --adapter NAME",
     )
 
@@ -218,8 +218,8 @@ def _pair_problems(module: str, tensors: Mapping[tuple[str, str], Tensor], file:
             return
     for a, b, leaf in _KINDS:
         if ((a, leaf) in tensors) != ((b, leaf) in tensors):
-            there, missing = (a, b) if (a, leaf) in tensors else (b, a)
-            yield _unpaired(f"{module}.{there}", f"{module}.{missing}", file)
+            present, missing = (a, b) if (a, leaf) in tensors else (b, a)
+            yield _unpaired(f"{module}.{present}", f"{module}.{missing}", file)
         elif (a, leaf) in tensors and tensors[a, leaf].shape[0] != tensors[b, leaf].shape[1]:
             yield Problem(
                 "adapter-pair-ranks-differ",
@@ -234,11 +234,11 @@ def _pair_problems(module: str, tensors: Mapping[tuple[str, str], Tensor], file:
         yield _unpaired(f"{module}.{MAGNITUDE}", f"{module}.lora_A and lora_B", file)
 
 
-def _unpaired(there: str, missing: str, file: str) -> Problem:
+def _unpaired(present: str, missing: str, file: str) -> Problem:
     return Problem(
         "adapter-pair-incomplete",
         "a tensor of the adapter has no partner",
-        tensor=there,
+        tensor=present,
         file=file,
         rule="each module has lora_A and lora_B",
         expected=missing,

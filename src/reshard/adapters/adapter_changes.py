@@ -41,9 +41,9 @@ class ScaledPair(NamedTuple):
         if not more:
             return self
         a, b = self.pair.a, self.pair.b
-        below = concat([a.view, zeros(more, a.shape[1])])
-        beside = concat([b.view, zeros(b.shape[0], more)], axis=1)
-        return self._replace(pair=self.pair._replace(a=with_view(a, below), b=with_view(b, beside)))
+        taller = concat([a.view, zeros(more, a.shape[1])])
+        wider = concat([b.view, zeros(b.shape[0], more)], axis=1)
+        return self._replace(pair=self.pair._replace(a=with_view(a, taller), b=with_view(b, wider)))
 
     def zero_change(self, out: int, width: int) -> ScaledPair:
         """No change of a matrix [out, width], by a pair like this one."""
@@ -76,8 +76,8 @@ class ExpertChanges:
         """A change of every matrix of every expert: of one rank for each role, and none where there is none."""
         result = {}
         for role, shape in self.shapes.items():
-            there = [change for (_, each), change in self.found.items() if each == role]
-            some = there or list(self.found.values())
+            of_role = [change for (_, each), change in self.found.items() if each == role]
+            some = of_role or list(self.found.values())
             rank = max(change.pair.rank for change in some)
             for index in range(self.count):
                 change = self.found.get((index, role)) or some[0].zero_change(*shape)
@@ -112,14 +112,14 @@ def changes(adapter: Adapter, weights: Mapping[str, Tensor], *, turned: bool) ->
             continue
         place = _place(target.weight, sizes)
         name = target.weight.removesuffix(".weight")
-        there = [linears.get(name)]
+        earlier = [linears.get(name)]
         if place:
             layer = layers.setdefault(place.layer.module, place.layer)
-            there = [layer.found.get(key) for key in place.keys]
+            earlier = [layer.found.get(key) for key in place.keys]
             layer.found |= dict(zip(place.keys, place.changes(target), strict=True))
         else:
             linears[name] = ScaledPair(target.pairs[0], target.scale)
-        if any(there):
+        if any(earlier):
             problems.append(_twice(module, name))
     return AdapterChanges(linears, list(layers.values()), problems)
 

@@ -63,7 +63,7 @@ def fused_notes(checkpoint: Checkpoint, settings: AdapterSettings) -> list[str]:
 def next_command(settings: AdapterSettings, path: Path, *, with_base: bool = True) -> str:
     """The command that merges the adapter; without `with_base`, into the weights in the same checkpoint."""
     target = path.as_posix().rstrip("/") or "/"
-    there = settings.base if settings.base and settings.base_is_here else "BASE_FOLDER"
-    words = ["reshard", "convert", target, f"{target}-merged", "--merge"]
-    words += ["--base", there] if with_base else []
-    return shlex.join([*words, *([] if settings.alpha("") is not None else ["--lora-alpha", "ALPHA"])])
+    base = settings.base if settings.base and settings.base_is_here else "BASE_FOLDER"
+    command = ["reshard", "convert", target, f"{target}-merged", "--merge"]
+    command += ["--base", base] if with_base else []
+    return shlex.join([*command, *([] if settings.alpha("") is not None else ["--lora-alpha", "ALPHA"])])

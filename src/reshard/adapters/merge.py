@@ -91,17 +91,17 @@ def _trained(adapter: Adapter, weights: Mapping[str, Tensor]) -> Iterator[Proble
     """Problems of fully trained weights that the base lacks, or has in another shape; embeddings may have grown."""
     head = head_of(adapter)
     for name, tensor in {**adapter.base, **adapter.whole}.items():
-        there = weights.get(name)
+        weight = weights.get(name)
         if name in head:
             continue
-        if there is None and weights and name not in TOKEN_WEIGHTS:
+        if weight is None and weights and name not in TOKEN_WEIGHTS:
             unmerged = head_without_task(name, tensor, adapter)
             yield unmerged or _misfit(name, "a weight of that name", "none", tensor.file)
         elif (
-            there is not None
-            and there.shape[name in TOKEN_WEIGHTS :] != tensor.shape[name in TOKEN_WEIGHTS :]
+            weight is not None
+            and weight.shape[name in TOKEN_WEIGHTS :] != tensor.shape[name in TOKEN_WEIGHTS :]
         ):
-            yield _misfit(name, str(list(there.shape)), str(list(tensor.shape)), tensor.file)
+            yield _misfit(name, str(list(weight.shape)), str(list(tensor.shape)), tensor.file)
 
 
 def _replace(by: Mapping[str, Tensor], weights: dict[str, Tensor], types: Types) -> None:

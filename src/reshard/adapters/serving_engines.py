@@ -146,8 +146,8 @@ def resized(engine: ServingEngine, adapter: Adapter, weights: Mapping[str, Tenso
     """Problems of tables that were resized before the training."""
     for name, tensor in adapter.base.items():
         if name in weights and weights[name].shape != tensor.shape:
-            found = f"{list(tensor.shape)} in the adapter, {list(weights[name].shape)} in the base"
-            yield engine.refused(name, found, "the vocabulary is that of the base")
+            sizes = f"{list(tensor.shape)} in the adapter, {list(weights[name].shape)} in the base"
+            yield engine.refused(name, sizes, "the vocabulary is that of the base")
 
 
 def strengths(engine: ServingEngine, each: Mapping[str, ScaledPair]) -> Iterator[Problem]:

@@ -97,12 +97,12 @@ def _linear_changes(adapter: Adapter, binding: Binding, same: Same) -> dict[str,
     result = {}
     for native, bound in binding.native.items():
         sources = sorted(bound.view.pieces, key=lambda piece: piece.at)
-        there = {
+        changed = {
             hub: pairs[hub] for hub in dict.fromkeys(str(piece.source) for piece in sources) if hub in pairs
         }
-        if there:
-            shared = all(same(one.a, other.a) for one, other in pairwise(there.values()))
-            result[native.removesuffix(".weight")] = LinearChange(bound, there, shared)
+        if changed:
+            shared = all(same(one.a, other.a) for one, other in pairwise(changed.values()))
+            result[native.removesuffix(".weight")] = LinearChange(bound, changed, shared)
     return result
 
 

@@ -73,10 +73,10 @@ def _fused(total: Floats, values: Floats, weight: np.float64) -> Floats:
         product = np.multiply(values, weight, dtype=np.float64)
         sums: Floats = product + total
         (middle,) = np.nonzero(sums.view(np.uint64) & _BELOW == _HALF)
-        found, added, before = sums[middle], product[middle], total[middle].astype(np.float64)
-        part = found - before
-        rest = (before - (found - part)) + (added - part)
-        sums[middle] = np.where(rest, np.nextafter(found, np.copysign(np.inf, rest)), found)
+        halfway, added, before = sums[middle], product[middle], total[middle].astype(np.float64)
+        part = halfway - before
+        rest = (before - (halfway - part)) + (added - part)
+        sums[middle] = np.where(rest, np.nextafter(halfway, np.copysign(np.inf, rest)), halfway)
     return sums
 
 

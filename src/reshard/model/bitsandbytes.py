@@ -38,13 +38,13 @@ def plain(name: str, weight: QuantizedWeight, tensors: Mapping[str, Tensor], wan
         return None
     state = _state(tensors[f"{name}.quant_state.bitsandbytes__{kind}"])
     is_nested = f"{name}.{NESTED_ROLES[0]}" in tensors
-    there = [tensors.get(f"{name}.{part}") for part in ("absmax", "quant_map", *NESTED_ROLES * is_nested)]
-    inputs = (packed, *(tensor for tensor in there if tensor))
+    parts = [tensors.get(f"{name}.{part}") for part in ("absmax", "quant_map", *NESTED_ROLES * is_nested)]
+    inputs = (packed, *(tensor for tensor in parts if tensor))
     shape, offset = state.get("shape"), state.get("nested_offset", 0.0)
     sizes = [state.get("blocksize"), *[state.get("nested_blocksize")] * is_nested]
     if not _are_sizes(shape) or not _are_sizes(sizes) or not isinstance(offset, float | int):
         return None
-    if None in there or not _fit(inputs, shape, sizes):
+    if None in parts or not _fit(inputs, shape, sizes):
         return None
     source = LookedUpWeight(inputs, sizes[0], sizes[1] if is_nested else 0, float(offset), wanted)
     return Tensor(wanted, View.of(source, prod(shape)).reshape(*shape))

@@ -84,9 +84,9 @@ class CarriedParts:
         """The prefixes of parts that engines may leave out, and this one did."""
         if not (self.checkpoint.has_megatron_names or self.checkpoint.native.is_part):
             return []
-        there = self.shapes()
+        shapes = self.shapes()
         kinds = (True, False) if self.checkpoint.native.is_part else (True,)
-        return [hub for optional in kinds for hub in within.missing(there, optional=optional)]
+        return [hub for optional in kinds for hub in within.missing(shapes, optional=optional)]
 
     def _respelled(self, within: OuterModel) -> CarriedParts:
         """The same with the tensors of parts that other releases of the engine spell otherwise under today's names."""
@@ -104,22 +104,22 @@ class CarriedParts:
         return {**kept, **_native(within, hub, self.checkpoint.dialect.rules, self.config)}
 
     def _hub_tensors(self, within: OuterModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
+        on_hub = {}
         for name, tensor in tensors.items():
             part = within.part(name, native=True)
             for hub, view in (
                 part.on_hub(name, tensor.view, self.checkpoint.dialect.rules, self.config) if part else ()
             ):
-                found[hub] = Tensor(tensor.dtype, view)
-        return found
+                on_hub[hub] = Tensor(tensor.dtype, view)
+        return on_hub
 
     @cached_property
     def _of_folder(self) -> Checkpoint | None:
         """The Hugging Face folder's weights under the Hub's names; None if there are none that can be read."""
         with suppress(ReshardError):
             if huggingface.detect(self.folder):
-                found = huggingface.open_checkpoint(self.folder, self.checkpoint.sources)
-                return memory_names.under_hub_names(found, live_names(self.config, self.family.name))
+                checkpoint = huggingface.open_checkpoint(self.folder, self.checkpoint.sources)
+                return memory_names.under_hub_names(checkpoint, live_names(self.config, self.family.name))
         return None
 
     def _unlike_the_folders(self, carried: Shapes) -> list[Problem]:
@@ -131,20 +131,20 @@ class CarriedParts:
         prefixes = tuple(part.hub for part in within.carried if any(map(part.has, carried)))
         theirs = {name: shape for name, shape in theirs.items() if name.startswith(prefixes)}
         names = sorted(carried.keys() | theirs.keys())
-        found = [
+        problems = [
             _unlike(name, carried.get(name), theirs.get(name), self.folder)
             for name in names
             if carried.get(name) != theirs.get(name)
         ]
-        return one_for_all(found, names, str(self.checkpoint.path))
+        return one_for_all(problems, names, str(self.checkpoint.path))
 
 
 def _hub_shapes(within: OuterModel, checkpoint: Checkpoint) -> Shapes:
     """The shapes of what a checkpoint with the Hub's names has of the parts."""
     quantization = checkpoint.quantization
-    there = quantization.whole(checkpoint.tensors) if quantization else checkpoint.tensors
-    names = [name for name in there if within.part(name, native=False)]
-    return {name: checkpoint.shape(name) or there[name].shape for name in names}
+    weights = quantization.whole(checkpoint.tensors) if quantization else checkpoint.tensors
+    names = [name for name in weights if within.part(name, native=False)]
+    return {name: checkpoint.shape(name) or weights[name].shape for name in names}
 
 
 def _native(

@@ -54,9 +54,9 @@ def describe(
     """
     config, folder = config_of(checkpoint, base) or {}, base or checkpoint.description.folder
     if not checkpoint.native.has_shapes:
-        found = named(family) if family else declared(config.get("model_type"))
+        declared_family = named(family) if family else declared(config.get("model_type"))
         with reading_values(folder / "config.json"):
-            checkpoint = _shaped(checkpoint, config, found, folder)
+            checkpoint = _shaped(checkpoint, config, declared_family, folder)
     described = described_by(config, checkpoint, folder, family)
     with reading_values(described.file):
         for recorded in _records(described, base):
@@ -70,9 +70,9 @@ def _records(described: DescribedCheckpoint, base: Path | None) -> Iterator[Mapp
     yield checkpoint.description.stated
     if rope := yarn_of(checkpoint.description.args):
         yield {"rope_parameters": rope}
-    beside = config_beside(checkpoint) if base else None
-    if beside and _fits(described, beside):
-        yield beside
+    replaced = config_beside(checkpoint) if base else None
+    if replaced and _fits(described, replaced):
+        yield replaced
 
 
 def _agreed(described: DescribedCheckpoint, recorded: Mapping[str, Any], trust: str) -> DescribedCheckpoint:
@@ -129,11 +129,11 @@ def described_by(
     config: Mapping[str, Any], checkpoint: Checkpoint, folder: Path, family: str | None = None
 ) -> DescribedCheckpoint:
     """The same with a config that was read before; flat tensors remain flat."""
-    found = named(family) if family else declared(config.get("model_type"))
+    declared_family = named(family) if family else declared(config.get("model_type"))
     with reading_values(folder / "config.json"):
         renamed = memory_names.under_hub_names(checkpoint, live_names(config, family))
     was_in_memory = renamed.tensors.keys() != checkpoint.tensors.keys()
-    return DescribedCheckpoint(renamed, config, folder, found, was_in_memory)
+    return DescribedCheckpoint(renamed, config, folder, declared_family, was_in_memory)
 
 
 def _shaped(
@@ -145,8 +145,8 @@ def _shaped(
     if family.within:  # no config tells the shapes of tensors that are copied unchanged
         known = [each.name for each in FAMILIES.values() if not each.within]
         raise flat_shapes.shapes_needed(checkpoint, family.name, known)
-    there = mtp_layers(checkpoint, list(checkpoint.tensors), config)
-    config = {**config, "num_nextn_predict_layers": there}
+    mtp_count = mtp_layers(checkpoint, list(checkpoint.tensors), config)
+    config = {**config, "num_nextn_predict_layers": mtp_count}
     args, dims = sizes(family, config, None, checkpoint, folder)
     binding = Model(family, config, args, dims).binding()
     return flat_shapes.shaped(checkpoint, flat_shapes.declared_shapes(binding, family.live))

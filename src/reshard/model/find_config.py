@@ -68,13 +68,13 @@ def config_of(checkpoint: Checkpoint, base: Path | None = None) -> dict[str, Any
 def config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """The config of the language model beside a checkpoint, with its defaults; None if it is of no use."""
     try:
-        found = read_config(checkpoint.description.folder, checkpoint.sources)
-        if found is None or found.get("model_type") is None or contradictions(found):
+        config = read_config(checkpoint.description.folder, checkpoint.sources)
+        if config is None or config.get("model_type") is None or contradictions(config):
             return None
-        family = declared(found["model_type"])
+        family = declared(config["model_type"])
         if family is None:
-            return found
-        text = family.config.text(found)
+            return config
+        text = family.config.text(config)
         return {**family.config.to_config(family.config.to_args(text)), **text}
     except (*UNUSABLE, ReshardError):  # a reason to pass a base
         return None

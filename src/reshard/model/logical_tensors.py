@@ -84,8 +84,8 @@ class LogicalTensors:
         if bound is None or not bound.change or bound.change.rounds or not self.are_weights:
             return
         below = self._native if name in self.tensors else self.view
-        found = rounding(name, Tensor(dtype, bound.view.through(below)), bound.change)
-        self.replicas += [found] if found else []
+        rounded = rounding(name, Tensor(dtype, bound.view.through(below)), bound.change)
+        self.replicas += [rounded] if rounded else []
 
     def _native(self, name: Hashable) -> View:
         return self.checkpoint.tensors[str(name)].view
@@ -118,20 +118,20 @@ def logical_tensors(source: ResolvedCheckpoint) -> LogicalTensors:
         _check(checkpoint, binding.hf, binding.copies)
         if checkpoint.quantization:  # its parts keep their names
             return LogicalTensors(checkpoint, _as_stored(checkpoint), _copies(checkpoint, binding))
-        found = {
+        logical = {
             name: LogicalTensor(checkpoint.tensors[name].dtype, bound.shape, None)
             for name, bound in binding.written()
             if name in checkpoint.tensors  # copies are optional
         }
         spare = _spare(checkpoint, {*binding.hf, *binding.copies})
-        return LogicalTensors(checkpoint, found, [*_copies(checkpoint, binding), *spare])
+        return LogicalTensors(checkpoint, logical, [*_copies(checkpoint, binding), *spare])
     _check(checkpoint, binding.native, {})
-    found = {}
+    logical = {}
     for name, bound in binding.written():
         native = next(bound.sources)
-        found[name] = LogicalTensor(checkpoint.tensors[str(native)].dtype, bound.shape, bound)
+        logical[name] = LogicalTensor(checkpoint.tensors[str(native)].dtype, bound.shape, bound)
     return LogicalTensors(
-        checkpoint, found, [*_zeros(checkpoint, binding), *_spare(checkpoint, binding.native)]
+        checkpoint, logical, [*_zeros(checkpoint, binding), *_spare(checkpoint, binding.native)]
     )
 
 
@@ -171,11 +171,14 @@ def _tied(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Replica]:
     pairs = {live.to_hub(again): live.to_hub(name) for again, name in live.tied.items()} if live else {}
     if not pairs and config.get("tie_word_embeddings") is True:
         pairs = dict.fromkeys([HEAD], next(iter(checkpoint.tensors.keys() & HUB.embeddings), HEAD))
-    there = checkpoint.tensors
+    tensors = checkpoint.tensors
     return [
-        _tied_copy(name, there[name], again, there[again])
+        _tied_copy(name, tensors[name], again, tensors[again])
         for again, name in pairs.items()
-        if again != name and again in there and name in there and there[again].shape == there[name].shape
+        if again != name
+        and again in tensors
+        and name in tensors
+        and tensors[again].shape == tensors[name].shape
     ]
 
 
@@ -232,7 +235,7 @@ def _has_shape(tensor: Tensor, weight: QuantizedWeight | None, shape: tuple[int,
 
 
 def _unknown(name: str, tensor: Tensor) -> Problem:
-    found = f"{tensor.dtype} {list(tensor.shape)}"
+    description = f"{tensor.dtype} {list(tensor.shape)}"
     if ".linear_q_proj.layer_norm_" in name:
         return Problem(
             "norm-before-queries",
@@ -241,7 +244,7 @@ def _unknown(name: str, tensor: Tensor) -> Problem:
             file=tensor.file,
             rule="megatron-core 0.19 with --qk-layernorm normalizes the inputs of queries that are not compressed "
             "(q_lora_rank is null) once more, which nobody who loads the Hub's model does",
-            found=found,
+            found=description,
             remedy="train with megatron-core 0.18 or earlier: weights trained with 0.19 are those of another model",
         )
     return Problem(
@@ -250,7 +253,7 @@ def _unknown(name: str, tensor: Tensor) -> Problem:
         tensor=name,
         file=tensor.file,
         rule="every tensor of the checkpoint must be declared by the family; nothing is dropped silently",
-        found=found,
+        found=description,
         remedy="the config is of a smaller model (--base), or the model is of another family (--family)",
     )
 
@@ -263,9 +266,9 @@ def _check(
         return  # the mapping from its tensors to weights is unknown
     have = quantization.whole(checkpoint.tensors) if quantization else checkpoint.tensors
     problems = []
-    told = quantization.incomplete if quantization else frozenset()
+    incomplete = quantization.incomplete if quantization else frozenset()
     head = HEAD if checkpoint.has_hub_names else checkpoint.dialect.head
-    for name in sorted(wanted.keys() - have.keys() - told):
+    for name in sorted(wanted.keys() - have.keys() - incomplete):
         problems.append(
             _head_missing(checkpoint, name)
             if name == head

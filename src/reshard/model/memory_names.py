@@ -43,8 +43,8 @@ def hub_tensors(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str, T
     """`tensors` of a live model under Hub names. Raises ReshardError listing those that occur twice."""
     if live.config is not None:
         planned = [Planned.of(n, t) for n, t in tensors.items()]
-        found = apply_renamings.to_hub(planned, live.rules, live.config)
-        return {each.name: Tensor(each.dtype, each.source()) for each in found}
+        renamed = apply_renamings.to_hub(planned, live.rules, live.config)
+        return {each.name: Tensor(each.dtype, each.source()) for each in renamed}
     tensors = _stacked(tensors, live) if live.stacked else _as_on_the_hub(tensors, live)
     return under_new_names(
         (name, hub, part) for name, tensor in tensors.items() for hub, part in _parts(live, name, tensor)
@@ -57,7 +57,7 @@ def _as_on_the_hub(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str
     `save_pretrained` of transformers 5 writes a model that was not loaded from the Hub as it is in memory. Gate and up
     together are twice as wide as the input of down, in either order of axes, so the two shapes determine the order.
     """
-    found = dict(tensors)
+    ordered = dict(tensors)
     for name, down in tensors.items() if live.transposed else ():
         prefix = name.removesuffix(FUSED_DOWN)
         gate = tensors.get(prefix + FUSED_GATE)
@@ -70,18 +70,21 @@ def _as_on_the_hub(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str
             continue
         if gate.shape[1] == 2 * down.shape[2]:
             swapped = {each: tensors[each] for each in (name, prefix + FUSED_GATE)}
-            found |= {
+            ordered |= {
                 each: Tensor(tensor.dtype, tensor.view.permute(0, 2, 1)) for each, tensor in swapped.items()
             }
-    return found
+    return ordered
 
 
 def _stacked(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str, Tensor]:
     """The tensors with experts stacked where the Hub stacks them. Those of MTP layers are unchanged."""
     main, mtp = ({n: t for n, t in tensors.items() if n.startswith("mtp.") == is_mtp} for is_mtp in (0, 1))
     planned = [Planned.of(n, t) for n, t in main.items()]
-    made = live_tensors(planned, MemoryNames(ExpertNames(live.stacked)))
-    return {**{each.name: main.get(each.name) or Tensor(each.dtype, each.source()) for each in made}, **mtp}
+    stacked = live_tensors(planned, MemoryNames(ExpertNames(live.stacked)))
+    return {
+        **{each.name: main.get(each.name) or Tensor(each.dtype, each.source()) for each in stacked},
+        **mtp,
+    }
 
 
 def _parts(live: MemoryNames, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -37,8 +37,8 @@ def sizes(
         args = args or family.config.to_args(config)
         dims = Dims.from_args(args, int(config["vocab_size"]), vocabulary.padded_rows(checkpoint))
         if family.drops_router_bias:
-            there = any(name.endswith(_ROUTER_BIASES) for name in checkpoint.tensors)
-            dims = replace(dims, router_bias=there)
+            has_bias = any(name.endswith(_ROUTER_BIASES) for name in checkpoint.tensors)
+            dims = replace(dims, router_bias=has_bias)
         return args, dims
     except UNUSABLE as error:
         raise ReshardError(
@@ -64,8 +64,8 @@ def mtp_layers(checkpoint: Checkpoint, names: list[str], config: Mapping[str, An
     The Hub numbers them after the last layer, so only the config tells them from excess layers; MiMo has a
     separate name for them.
     """
-    if (apart := _count(names, _MTP_LAYER)) or checkpoint.has_megatron_names:
-        return apart
+    if (named_layers := _count(names, _MTP_LAYER)) or checkpoint.has_megatron_names:
+        return named_layers
     declared, layers = config.get("num_nextn_predict_layers") or 0, config.get("num_hidden_layers")
     if not isinstance(declared, int) or not isinstance(layers, int):
         return 0
@@ -101,19 +101,19 @@ def disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[Pr
         pairs += _heads(checkpoint, family, dims)
     problems = [
         Problem(
-            "weights-fewer-than-config" if what in _COUNTED and found < wanted else "config-size-differs",
+            "weights-fewer-than-config" if what in _COUNTED and counted < wanted else "config-size-differs",
             f"the config and the checkpoint disagree on {what}",
             file=str(checkpoint.path),
             rule=f"{key} in config.json must match the weights",
             expected=f"{wanted} (config.json)",
-            found=f"{found} (checkpoint)",
+            found=f"{counted} (checkpoint)",
             remedy="copy the weights that are missing, or pass the config that belongs to these: --base DIR"
-            if what in _COUNTED and found < wanted
+            if what in _COUNTED and counted < wanted
             else "pass the config that belongs to these weights: --base DIR",
             values={"key": key},
         )
-        for what, key, wanted, found in pairs
-        if wanted != found
+        for what, key, wanted, counted in pairs
+        if wanted != counted
     ]
     if checkpoint.dialect.padded and (wrong := vocabulary.disagreement(checkpoint, dims.vocab)):
         problems.append(wrong)
@@ -157,7 +157,7 @@ def _experts(checkpoint: Checkpoint, family: Family, names: list[str]) -> int:
 
 def _count(names: list[str], pattern: re.Pattern[str]) -> int:
     """The highest index in the tensor names, plus one."""
-    found = set(
+    numbers = set(
         pattern.findall("\n".join(names))
     )  # one search is several times faster than one for each name
-    return max(map(int, found), default=-1) + 1
+    return max(map(int, numbers), default=-1) + 1

@@ -63,8 +63,8 @@ class Nvfp4(NamedTuple):
         def compiler(index: int) -> Callable[[], View]:
             def compiled() -> View:
                 weights = {each.name: Tensor(each.dtype, each.source()) for each in joined}
-                made = self.parts(tensor.name, weights[tensor.name], weights, known)
-                return made[index].view
+                parts = self.parts(tensor.name, weights[tensor.name], weights, known)
+                return parts[index].view
 
             return compiled
 
@@ -91,14 +91,14 @@ def _readable(weight: Tensor) -> Tensor:
 def _joined(weights: Iterable[Planned]) -> dict[str, tuple[Planned, ...]]:
     """By name, the weights that share a scale with it."""
     by_name = {weight.name: weight for weight in weights}
-    found = {}
+    groups = {}
     for name in by_name:
         parent, _, module = name.removesuffix(".weight").rpartition(".")
         for group in JOINED:
             names = [f"{parent}.{each}.weight" for each in group]
             if module in group and all(each in by_name for each in names):
-                found[name] = tuple(by_name[each] for each in names)
-    return found
+                groups[name] = tuple(by_name[each] for each in names)
+    return groups
 
 
 def settings_of(

@@ -96,10 +96,10 @@ class StoredWeight(NamedTuple):
 
 def stored_weights(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
     """The weights that are stored as `--quantize` does, with blocks of any size, by name."""
-    found = checkpoint.quantization
+    quantization = checkpoint.quantization
     result = {}
-    for name, weight in found.weights.items() if found else ():
-        storage = _storage(found.settings, weight.scheme.name) if found else None
+    for name, weight in quantization.weights.items() if quantization else ():
+        storage = _storage(quantization.settings, weight.scheme.name) if quantization else None
         scales = checkpoint.tensors[part_of(name, weight.scheme.beside[0])]
         if storage and scales.dtype == storage.method.stored:
             result[name] = StoredWeight(storage, checkpoint.tensors[weight.values], scales)

@@ -205,8 +205,8 @@ def fit_of(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) ->
         return None
     bounds = binding.hf if checkpoint.has_hub_names else binding.native
     want = {name: bound.shape for name, bound in bounds.items()}
-    apart = {*binding.copies, *family.carried(checkpoint.tensors, native=checkpoint.has_megatron_names)}
-    have = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in apart}
+    uncompared = {*binding.copies, *family.carried(checkpoint.tensors, native=checkpoint.has_megatron_names)}
+    have = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in uncompared}
     return FamilyFit(family, want, have)
 
 
@@ -227,8 +227,8 @@ def by_args(checkpoint: Checkpoint, family: Family | None) -> tuple[Family, list
         )
     if family:
         return _of_one_part(family, checkpoint), []
-    rows, given = embedding_rows(checkpoint), checkpoint.description.args
-    if noted := declared(given.get(MODEL_TYPE)):
+    rows, recorded = embedding_rows(checkpoint), checkpoint.description.args
+    if noted := declared(recorded.get(MODEL_TYPE)):
         return _of_one_part(noted, checkpoint), []
     fitting: list[Family] = []
     others: list[Family] = []
@@ -236,12 +236,12 @@ def by_args(checkpoint: Checkpoint, family: Family | None) -> tuple[Family, list
         if each.within and each.within.carried:
             continue
         try:
-            derived = each.config.to_config(given)
+            derived = each.config.to_config(recorded)
             args = each.config.to_args({**derived, "vocab_size": rows})
             binding = Binding(each.rules(Dims.from_args(args, rows)))
             want = {name: bound.shape for name, bound in binding.native.items()}
             if want == {name: tensor.shape for name, tensor in checkpoint.tensors.items()}:
-                (others if any(foreign(each.config, derived, given)) else fitting).append(each)
+                (others if any(foreign(each.config, derived, recorded)) else fitting).append(each)
         except (*UNUSABLE, ReshardError):
             continue
     likely = any(family.precedence >= 0 for family in fitting)

@@ -64,36 +64,36 @@ def _resolved(described: DescribedCheckpoint, trust: str, *, computes: bool) -> 
         raise refusal(checkpoint.quantization, checkpoint.path)
     args: Mapping[str, Any] | None = None
     if config:
-        found, notes = recognition.by_config(config, checkpoint, described.family, computes=computes)
-        parts, added = CarriedParts(checkpoint, found, config, described.folder).completed()
+        family, notes = recognition.by_config(config, checkpoint, described.family, computes=computes)
+        parts, added = CarriedParts(checkpoint, family, config, described.folder).completed()
         checkpoint, notes = parts.checkpoint, [*notes, *added]
         if computes:
             _refuse_contradictions(config, file)
-        config = {"model_type": found.name, **config}
-        text = dict(found.config.text(config))
+        config = {"model_type": family.name, **config}
+        text = dict(family.config.text(config))
         named = first(text, MTP_LAYERS, 0)
-        there = mtp_layers(checkpoint, plain_names(checkpoint, found), text)
-        if there != named:
-            text.update(dict.fromkeys((MTP_LAYERS[0], *text.keys() & {*MTP_LAYERS}), there))
-            notes = [*notes, f"MTP layers: config.json names {named}, the checkpoint has {there}"]
+        mtp_count = mtp_layers(checkpoint, plain_names(checkpoint, family), text)
+        if mtp_count != named:
+            text.update(dict.fromkeys((MTP_LAYERS[0], *text.keys() & {*MTP_LAYERS}), mtp_count))
+            notes = [*notes, f"MTP layers: config.json names {named}, the checkpoint has {mtp_count}"]
         if correction := vocabulary.corrected(checkpoint, text, described.folder):
             text["vocab_size"], reason = correction
             notes = [*notes, reason]
     else:
-        found, notes = recognition.by_args(checkpoint, described.family)
-        parts = CarriedParts(checkpoint, found, config, described.folder)
+        family, notes = recognition.by_args(checkpoint, described.family)
+        parts = CarriedParts(checkpoint, family, config, described.folder)
         args = dict(checkpoint.description.args)
-        text = found.config.to_config(args)
-        text.update(model_type=found.name, architectures=[found.architecture])
+        text = family.config.to_config(args)
+        text.update(model_type=family.name, architectures=[family.architecture])
         text["vocab_size"] = vocabulary.counted(checkpoint, args)
         config = text
-        notes = [*notes, f"config.json is derived from the checkpoint's arguments, as family {found.name}"]
-    args, dims = sizes(found, text, args, checkpoint, described.folder)
-    if found.drops_router_bias and not dims.router_bias:
+        notes = [*notes, f"config.json is derived from the checkpoint's arguments, as family {family.name}"]
+    args, dims = sizes(family, text, args, checkpoint, described.folder)
+    if family.drops_router_bias and not dims.router_bias:
         notes = [*notes, "there is no bias of the router: mcore-bridge saves none"]
-    warnings = _misdescribed(found, config, file, yarn_of(checkpoint.description.args)) if computes else []
+    warnings = _misdescribed(family, config, file, yarn_of(checkpoint.description.args)) if computes else []
     carried = parts.shapes()
-    problems = [*disagreements(checkpoint, found, dims), *parts.problems(carried)]
+    problems = [*disagreements(checkpoint, family, dims), *parts.problems(carried)]
     if checkpoint.has_hub_names:
         problems += [each for each in warnings if each.severity == "error"]
     raise_all(problems)
@@ -102,14 +102,14 @@ def _resolved(described: DescribedCheckpoint, trust: str, *, computes: bool) -> 
         *described.warnings,
         *(replace(each, severity="warning", remedy=None) for each in warnings),
     ]
-    if computes and not found.judged:
-        warnings.append(_not_judged(found, file))
+    if computes and not family.judged:
+        warnings.append(_not_judged(family, file))
     if checkpoint.description.args:
-        agreed_on, args, differing = _agreed(found, text, checkpoint, trust, file)
+        agreed_on, args, differing = _agreed(family, text, checkpoint, trust, file)
         text = dict(agreed_on)
         warnings += differing
-    config = found.config.whole(config, text)
-    model = Model(found, config, args, dims, tuple(notes), tuple(warnings), carried)
+    config = family.config.whole(config, text)
+    model = Model(family, config, args, dims, tuple(notes), tuple(warnings), carried)
     return ResolvedCheckpoint(checkpoint, model, model.config)
 
 
@@ -166,9 +166,9 @@ def _misdescribed(
     `rope` beyond the arguments of the family has computed it.
     """
     try:
-        found = family.differs(config)
+        differences = family.differs(config)
     except UNUSABLE as error:
-        found = [("", why(error, config))]
+        differences = [("", why(error, config))]
     return [
         Problem(
             "engine-computes-another-model",
@@ -180,6 +180,6 @@ def _misdescribed(
             severity="warning" if key in COMPUTED else "error",
             values={"family": family.name},
         )
-        for key, text in found
+        for key, text in differences
         if not (rope and key == "rope_parameters")
     ]

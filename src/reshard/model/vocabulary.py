@@ -37,8 +37,8 @@ def lost_padding(
     if not dialect.padded or rows <= 0:
         return Counter()
     tables = dialect.embeddings if model.dims.tied else (*dialect.embeddings, dialect.head)
-    held = [checkpoint.tensors, *(checkpoint.optimizer.states.values() if with_states else ())]
-    width = sum(tensors[name].dtype.itemsize for tensors in held for name in tables if name in tensors)
+    contents = [checkpoint.tensors, *(checkpoint.optimizer.states.values() if with_states else ())]
+    width = sum(tensors[name].dtype.itemsize for tensors in contents for name in tables if name in tensors)
     return Counter({PADDING: rows * width * model.dims.hidden})
 
 
@@ -132,8 +132,8 @@ def _has_values(table: Tensor, begin: int, end: int) -> bool:
     rows = max(table.shape[0], 1)
     width = table.view.numel // rows
     with closing(OpenFiles()) as files:
-        found = Gatherer(files, None).read(table, min(begin, rows) * width, min(end, rows) * width)
-    return bool(np.any(found))
+        elements = Gatherer(files, None).read(table, min(begin, rows) * width, min(end, rows) * width)
+    return bool(np.any(elements))
 
 
 def _is_padding(checkpoint: Checkpoint, vocab: int) -> bool:

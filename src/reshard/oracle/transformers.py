@@ -209,9 +209,9 @@ def _refuse(path: str | Path, settings: Mapping[str, Any], info: Mapping[str, An
             file=file,
             rule=LOADING_RULE,
             expected=str(list(expected)),
-            found=str(list(found)),
+            found=str(list(stored)),
         )
-        for name, found, expected in sorted(info["mismatched_keys"])
+        for name, stored, expected in sorted(info["mismatched_keys"])
     ]
     problems += [
         Problem("logits-loading-failed", message, file=file, rule=LOADING_RULE)

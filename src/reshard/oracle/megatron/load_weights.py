@@ -63,8 +63,8 @@ def refuse_unloadable(folder: Path) -> None:
     try:
         dist_checkpointing.load_common_state_dict(str(folder))
     except Exception as error:  # 0.16 raises an AttributeError
-        found = f"none, which megatron-core {__version__} does not read"
-        raise _unloadable(folder, "a folder with common.pt", found) from error
+        common = f"none, which megatron-core {__version__} does not read"
+        raise _unloadable(folder, "a folder with common.pt", common) from error
 
 
 def _unloadable(folder: Path, expected: str, found: str) -> ReshardError:

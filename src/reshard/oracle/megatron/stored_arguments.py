@@ -129,11 +129,11 @@ def complete(args: argparse.Namespace | Mapping[str, Any]) -> SimpleNamespace:
     Raises KeyError if a name is missing that every model needs: num_layers, hidden_size, num_attention_heads,
     padded_vocab_size.
     """
-    given = dict(args) if isinstance(args, Mapping) else dict(vars(args))
+    arguments = dict(args) if isinstance(args, Mapping) else dict(vars(args))
     for name in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"):
-        if given.get(name) is None:
+        if arguments.get(name) is None:
             raise KeyError(f"the Megatron arguments lack {name!r}")
-    full = SimpleNamespace(**{**ARGUMENT_DEFAULTS, **given})
+    full = SimpleNamespace(**{**ARGUMENT_DEFAULTS, **arguments})
     if full.ffn_hidden_size is None:
         full.ffn_hidden_size = (
             int(4 * full.hidden_size * 2 / 3 / 64) * 64 if full.swiglu else 4 * full.hidden_size
@@ -146,7 +146,9 @@ def complete(args: argparse.Namespace | Mapping[str, Any]) -> SimpleNamespace:
         full.position_embedding_type = "rope"
     if isinstance(full.moe_layer_freq, str):
         full.moe_layer_freq = ast.literal_eval(full.moe_layer_freq)
-    full.max_position_embeddings = given.get("max_position_embeddings") or given.get("seq_length") or 4096
+    full.max_position_embeddings = (
+        arguments.get("max_position_embeddings") or arguments.get("seq_length") or 4096
+    )
     return full
 
 
@@ -216,5 +218,5 @@ def yarn_attributes(args: SimpleNamespace) -> dict[str, Any]:
     if args.position_embedding_type != "yarn":
         return {}
     names = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
-    given = {name: value for name, value in vars(args).items() if name.startswith("yarn_")}
-    return {**{f"yarn_{name}": getattr(args, name) for name in names}, **given}
+    arguments = {name: value for name, value in vars(args).items() if name.startswith("yarn_")}
+    return {**{f"yarn_{name}": getattr(args, name) for name in names}, **arguments}
