@@ -54,7 +54,7 @@ def inspect(path: StrPath, options: InspectOptions) -> Inspection:
     """
     if options.page is not None:
         check_page(options.page, "--html")
-    found = inspect_checkpoint(source_path(path), options.iteration, options.on_step)
+    inspection = inspect_checkpoint(source_path(path), options.iteration, options.on_step)
     if options.page is not None:
-        write_page(options.page, inspection_page(found), "--html")
-    return found
+        write_page(options.page, inspection_page(inspection), "--html")
+    return inspection

@@ -80,38 +80,38 @@ def stream(
     ...         print(tensor.shape, tensor.dtype)
     torch.Size([64]) torch.bfloat16
     """
-    given = Arguments("stream")
-    given.check("order", order, choice(ORDERS))
-    given.check("framework", framework, choice(FRAMEWORKS))
-    allowed = given.check("memory", memory, size("--memory"))
-    given.check_optional("workers", workers, count())
-    given.check_optional("verify", verify, SWITCH)
+    arguments = Arguments("stream")
+    arguments.check("order", order, choice(ORDERS))
+    arguments.check("framework", framework, choice(FRAMEWORKS))
+    allowed = arguments.check("memory", memory, size("--memory"))
+    arguments.check_optional("workers", workers, count())
+    arguments.check_optional("verify", verify, SWITCH)
     if names is not None:
         names = names if isinstance(names, str) else list(names)  # once: it may be an iterator
-        given.check("names", names, several(text("lm_head.weight")))
-    given.check_optional("boxes", boxes, dictionary('{"lm_head.weight": slice(0, 8)}'))
-    given.settle()
+        arguments.check("names", names, several(text("lm_head.weight")))
+    arguments.check_optional("boxes", boxes, dictionary('{"lm_head.weight": slice(0, 8)}'))
+    arguments.settle()
     if names is not None and boxes is not None and (others := boxes.keys() - set(names)):
-        given.wrong("boxes", sorted(others), "names that are in `names`, too")
+        arguments.wrong("boxes", sorted(others), "names that are in `names`, too")
     if experts is not None and not (
         isinstance(experts, range) and experts.step == 1 and 0 <= experts.start < experts.stop
     ):
-        given.wrong("experts", experts, "a range of numbers in order, for example range(0, 8)")
-    weights = opened(given, path, opening)
+        arguments.wrong("experts", experts, "a range of numbers in order, for example range(0, 8)")
+    weights = opened(arguments, path, opening)
     selection = Selection(names, boxes, experts)
     selection.of(weights)  # raises for unknown names before anything is read
     verify = selection.is_everything if verify is None else verify
-    found = streamed(weights, selection, order, ReadOptions(allowed, workers, verify))
-    return _arrays(found) if framework == "numpy" else _torch_tensors(found)
+    tensors = streamed(weights, selection, order, ReadOptions(allowed, workers, verify))
+    return _arrays(tensors) if framework == "numpy" else _torch_tensors(tensors)
 
 
-def _arrays(found: Iterator[tuple[LazyTensor, Array]]) -> Iterator[tuple[str, Any]]:
+def _arrays(tensors: Iterator[tuple[LazyTensor, Array]]) -> Iterator[tuple[str, Any]]:
     with for_users():
-        for tensor, raw in found:
+        for tensor, raw in tensors:
             yield tensor.name, as_numpy(raw, tensor.tensor.dtype)
 
 
-def _torch_tensors(found: Iterator[tuple[LazyTensor, Array]]) -> Iterator[tuple[str, Any]]:
+def _torch_tensors(tensors: Iterator[tuple[LazyTensor, Array]]) -> Iterator[tuple[str, Any]]:
     with for_users():
-        for tensor, raw in found:
+        for tensor, raw in tensors:
             yield tensor.name, as_torch(tensor.name, raw, tensor.tensor.dtype, None)

@@ -156,17 +156,17 @@ def verified(a: StrPath, b: StrPath | None, options: VerifyOptions) -> Compariso
     """What there is to say about one checkpoint, or about two. Raises ReshardError."""
     options.check(b)
     bar = NotebookBar()
-    shown = {"on_total": options.on_total or bar.begin, "on_bytes": options.on_bytes or bar.advance}
+    hooks = {"on_total": options.on_total or bar.begin, "on_bytes": options.on_bytes or bar.advance}
     if b is None:
         threads = shared(None, MemoryMeter(options.limit).left(MemoryNeed())).threads
-        return check_record(source_path(a), threads, **shown)
+        return check_record(source_path(a), threads, **hooks)
     if options.proof:
         return prove_output(source_path(a), source_path(b), options.base_path, options.on_step)
-    return _compared(a, b, options, shown)
+    return _compared(a, b, options, hooks)
 
 
 def _compared(
-    a: StrPath, b: StrPath, options: CompareOptions, shown: Mapping[str, Callable[[int], None]]
+    a: StrPath, b: StrPath, options: CompareOptions, hooks: Mapping[str, Callable[[int], None]]
 ) -> Comparison:
     """The comparison of two checkpoints, with the logits and the page that are asked for."""
     if options.page is not None:
@@ -175,7 +175,7 @@ def _compared(
     first, second = open_sides(source_path(a), source_path(b), options.base_path, options.on_step, meter)
     need = need_of(first, second)
     share = shared(None, meter.left(need), need, first.checkpoint.sources.paths)
-    result = compare_weights(first, second, share, measured=options.page is not None, **shown)
+    result = compare_weights(first, second, share, measured=options.page is not None, **hooks)
     if options.logits:
         from reshard.oracle.agreement import compare_logits
 

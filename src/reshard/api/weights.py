@@ -71,12 +71,12 @@ def open(path: StrPath, options: OpenOptions) -> Weights:
     return Weights.opened(source_path(path), ConversionOptions(**vars(options)))
 
 
-def opened(given: Arguments, path: StrPath | Weights, opening: Mapping[str, Any]) -> Weights:
+def opened(arguments: Arguments, path: StrPath | Weights, opening: Mapping[str, Any]) -> Weights:
     """What a function reads: an opened checkpoint, or one to open with the arguments `opening` of `open`.
 
-    Raises ReshardError with all problems of the function's arguments that `given` has recorded.
+    Raises ReshardError with all problems of the function's arguments that `arguments` has recorded.
     """
     if isinstance(path, Weights) and opening:
-        given.wrong("path", path, f"a path, because {', '.join(opening)} is for opening it")
-    given.settle()
+        arguments.wrong("path", path, f"a path, because {', '.join(opening)} is for opening it")
+    arguments.settle()
     return path if isinstance(path, Weights) else open(path, **opening)

@@ -106,17 +106,17 @@ def with_options(
         name = called or function.__name__
 
         @wraps(function)
-        def wrapper(*given: Any, **named: Any) -> Any:
-            bound, arguments = _bound(name, signature, given, named), Arguments(name)
+        def wrapper(*positional_values: Any, **named: Any) -> Any:
+            bound, arguments = _bound(name, signature, positional_values, named), Arguments(name)
             values = {
                 each: arguments.check(each, value, kinds.get(each, PATH))
                 for each, value in bound.arguments.items()
                 if value is not None or each not in may_be_none
             }
             arguments.settle()
-            asked = record(**{each: value for each, value in values.items() if each not in own})
+            options_given = record(**{each: value for each, value in values.items() if each not in own})
             bound.arguments = {each: value for each, value in values.items() if each in own}
-            return function(*bound.args, options=asked)
+            return function(*bound.args, options=options_given)
 
         entries = "\n".join(each.entry for each in options)
         wrapper.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("{options}", entries)
@@ -126,7 +126,7 @@ def with_options(
     return decorate
 
 
-def _bound(name: str, signature: Signature, given: Sequence[Any], named: Mapping[str, Any]) -> BoundArguments:
+def _bound(name: str, signature: Signature, values: Sequence[Any], named: Mapping[str, Any]) -> BoundArguments:
     """The arguments of a call by their names. Raises ArgumentsError unless the signature has them."""
     known = list(signature.parameters)
     problems = [
@@ -141,7 +141,7 @@ def _bound(name: str, signature: Signature, given: Sequence[Any], named: Mapping
     if problems:
         raise ArgumentsError(problems)
     try:
-        return signature.bind(*given, **named)
+        return signature.bind(*values, **named)
     except TypeError as error:
         raise ArgumentsError(
             "arguments-do-not-fit", f"{name}() got wrong arguments: {error}", remedy=_ALL_ARGUMENTS

@@ -82,12 +82,12 @@ def problems_of(error: Exception) -> list[Problem]:
 def no_memory(error: BaseException) -> Problem:
     """The problem to report when the system has no memory left."""
     path = getattr(error, "filename", None)
-    found = str(getattr(error, "strerror", None) or error)
+    message = str(getattr(error, "strerror", None) or error)
     return Problem(
         "out-of-memory",
         "the system has no memory left",
         file=os.fsdecode(path) if isinstance(path, (str, bytes)) else None,
-        found=found.strip().rpartition("\n")[2] or None,
+        found=message.strip().rpartition("\n")[2] or None,
         remedy="end other programs, pass a smaller --memory, or raise the limits of the process (`ulimit -v`, "
         "the container's memory)",
     )
@@ -122,13 +122,13 @@ def too_long(error: OSError) -> Problem:
     """The problem of a path or name that no file can have."""
     path = os.fsencode(error.filename) if isinstance(error.filename, (str, bytes)) else b""
     name = max(path.split(b"/"), key=len)
-    found = f"a name of {len(name):,} bytes" if len(name) > LONGEST_NAME else f"a path of {len(path):,} bytes"
+    length = f"a name of {len(name):,} bytes" if len(name) > LONGEST_NAME else f"a path of {len(path):,} bytes"
     return Problem(
         "path-exceeds-limit",
         "a path is longer than the system allows",
         file=os.fsdecode(path) or None,
         expected=f"at most {LONGEST_NAME} bytes in a name, and {LONGEST_PATH:,} in a path",
-        found=found if path else None,
+        found=length if path else None,
         remedy="correct the path, or choose a shorter one",
     )
 

@@ -40,11 +40,11 @@ class Text(str):
     @staticmethod
     def lines(texts: Iterable[Text]) -> Text:
         """Texts below each other."""
-        given = list(texts)
-        return Text("\n".join(each.en for each in given), "\n".join(each.zh for each in given))
+        lines = list(texts)
+        return Text("\n".join(each.en for each in lines), "\n".join(each.zh for each in lines))
 
 
 def locale_language() -> str:
     """ "zh" if the environment is in Chinese, else "en"."""
-    told = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
-    return "zh" if (told or locale.getlocale()[0] or "").lower().startswith(("zh", "chinese")) else "en"
+    locale_name = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
+    return "zh" if (locale_name or locale.getlocale()[0] or "").lower().startswith(("zh", "chinese")) else "en"

@@ -105,8 +105,8 @@ def _origin(reshard: Distribution, extra: str) -> list[str]:
     return [f"{name} @ {url}{part}"]
 
 
-def _line(*words: str) -> str:
-    quoted = (word if _NEEDS_NO_QUOTES.fullmatch(word) else f"'{word}'" for word in words)
+def _line(*arguments: str) -> str:
+    quoted = (word if _NEEDS_NO_QUOTES.fullmatch(word) else f"'{word}'" for word in arguments)
     return " ".join([_installer(), *quoted])
 
 

@@ -150,11 +150,11 @@ def _run(command: click.Command, program: str, words: list[str]) -> Any:
     except BrokenPipeError:
         raise
     except Exception as error:
-        found = _last_words(error)
+        problem = _last_words(error)
         if "--json" in words:
-            click.echo(json.dumps({"problems": [found.as_dict()]}))
+            click.echo(json.dumps({"problems": [problem.as_dict()]}))
     with suppress(OSError):
-        click.echo(f"error: {found}", err=True)
+        click.echo(f"error: {problem}", err=True)
     sys.exit(2)
 
 

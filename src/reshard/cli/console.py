@@ -150,13 +150,13 @@ def clean_end(target: Path) -> Iterator[None]:
     """Let `ENDING` signals stop writing to `target` as Ctrl-C does, and raise Interrupted for all of them."""
     from reshard.transfer.uploading import unfinished_at  # imports numpy, which help texts do not need
 
-    found = _identity(target)
+    identity = _identity(target)
     with raising(ENDING, Interrupted):
         try:
             yield
         except KeyboardInterrupt as error:
             number = error.signal if isinstance(error, Interrupted) else signal.SIGINT
-            complete = None if _identity(target) in (None, found) else target
+            complete = None if _identity(target) in (None, identity) else target
             kept = []
             with suppress(ReshardError):  # if a store does not answer, continuing the run reports it
                 kept = [each for each in unfinished_at(target) if each.nbytes and not each.live]
@@ -182,8 +182,8 @@ _PRINTING = ("--json", "--debug", "--quiet", "-q")
 def typed() -> str:
     """The command line of this run, quoted for a shell, without options that only change the printing."""
     root = click.get_current_context().find_root()
-    words = (without_secrets(word) for word in root.obj or () if word not in _PRINTING)
-    return printable_line(f"{root.info_name} {shlex.join(words)}")
+    arguments = (without_secrets(word) for word in root.obj or () if word not in _PRINTING)
+    return printable_line(f"{root.info_name} {shlex.join(arguments)}")
 
 
 def common_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -93,7 +93,7 @@ def _report(path: Path, options: Flags, *, quiet: bool, json_output: bool) -> tu
     left = unfinished_at(path)
     is_inside = isinstance(path, StorePath)  # a store keeps unfinished runs inside the destination
     old = [] if is_inside else set_aside(path)
-    beside = {
+    leftovers = {
         "unfinished": [each.as_dict() for each in left],
         "set_aside": [each.as_dict() for each in old],
         "removed": [str(each.folder) for each in removed],
@@ -102,14 +102,14 @@ def _report(path: Path, options: Flags, *, quiet: bool, json_output: bool) -> tu
         _print_unfinished(left, removed)
         _print_set_aside(old)
     if (left or removed or old) and (is_inside or not path.exists()):
-        return {"path": str(path), **beside}, 1 if left or old else 0
+        return {"path": str(path), **leftovers}, 1 if left or old else 0
     with Watch("inspect", quiet=json_output or quiet) as watch:
-        found = inspection.inspect(path, options.iteration, html=options.html, on_step=watch.step)
+        result = inspection.inspect(path, options.iteration, html=options.html, on_step=watch.step)
     if quiet:
-        print_problems(found.problems)
+        print_problems(result.problems)
     elif not json_output:
-        _print(found)
-    return {**found.as_dict(), **beside}, 0 if found.whole else 1
+        _print(result)
+    return {**result.as_dict(), **leftovers}, 0 if result.whole else 1
 
 
 def _print_unfinished(left: list[Unfinished], removed: list[Unfinished]) -> None:
@@ -140,12 +140,12 @@ def _duration(seconds: float) -> str:
     return f"{max(seconds, 0) / SECONDS_OF_UNITS[unit]:.0f} {unit}"
 
 
-def _print(found: Inspection) -> None:
+def _print(inspection: Inspection) -> None:
     console = stdout()
-    for name, value in found.rows().items():
+    for name, value in inspection.rows().items():
         console.print(f"[bold]{name:<10}[/] {escape(value)}")
-    for note in [*found.notes, *found.hints]:
+    for note in [*inspection.notes, *inspection.hints]:
         console.print(f"[bold]{'note':<10}[/] {escape(note)}")
-    print_problems(found.problems, console)
-    if found.next:
-        console.print(f"[bold]{'next':<10}[/] {escape(found.next)}")
+    print_problems(inspection.problems, console)
+    if inspection.next:
+        console.print(f"[bold]{'next':<10}[/] {escape(inspection.next)}")

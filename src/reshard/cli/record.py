@@ -28,12 +28,12 @@ class GroupedOption(click.Option):
         super().add_to_parser(_Appending(parser), ctx)  # type: ignore[arg-type]
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
-        given = opts.get(str(self.name))
-        if given and not self.multiple:
-            typed = dict.fromkeys(map(self._typed, given))
+        values = opts.get(str(self.name))
+        if values and not self.multiple:
+            typed = dict.fromkeys(map(self._typed, values))
             if len(typed) > 1 and not ctx.resilient_parsing:
                 raise ReshardError(set_twice(self.opts[-1], typed))
-            opts = {**opts, str(self.name): given[-1]}
+            opts = {**opts, str(self.name): values[-1]}
         return super().consume_value(ctx, opts)
 
     def _typed(self, value: Any) -> str:
@@ -65,11 +65,11 @@ def record_options(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def command(**given: Any) -> Any:
+        def command(**values: Any) -> Any:
             source = click.get_current_context().get_parameter_source
             typed = [name for name in declared if source(name) is not ParameterSource.DEFAULT]
-            others = {name: value for name, value in given.items() if name not in declared}
-            return function(**others, options=record(**{name: given[name] for name in typed}))
+            others = {name: value for name, value in values.items() if name not in declared}
+            return function(**others, options=record(**{name: values[name] for name in typed}))
 
         for name, each in reversed(declared.items()):
             command = _option(each, (kinds or {}).get(name, each.kind))(command)

@@ -104,12 +104,12 @@ FEW = 12
 def sections(params: Iterable[click.Parameter], ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
     """The help of options, by the headings of their groups. A few options are under one heading."""
     options = [each for each in params if isinstance(each, click.Option)]
-    found: dict[str, list[tuple[str, str]]] = {heading: [] for heading in GROUPS}
+    records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in GROUPS}
     for each in options:
         group = getattr(each, "group", COMMON) if len(options) > FEW else COMMON
         if record := each.get_help_record(ctx):
-            found[group].append(record)
-    return {heading: rows for heading, rows in found.items() if rows}
+            records[group].append(record)
+    return {heading: rows for heading, rows in records.items() if rows}
 
 
 class Group(click.Group):

@@ -56,35 +56,35 @@ def command(a: Path, b: Path | None, *, quiet: bool, json_output: bool, options:
             "on_total": watch.begin,
             "on_bytes": lambda count: watch.advance(count),
         }
-        found = verified(a, b, replace(options, **hooks))
+        outcome = verified(a, b, replace(options, **hooks))
     if json_output:
-        print_json(found.as_dict())
-    elif not quiet and isinstance(found, Integrity):
-        _print_integrity(found)
-    elif not quiet and isinstance(found, Comparison):
-        print_comparison(found)
-    elif not quiet and isinstance(found, Proof):
-        _print_proof(found, a, b)
-    sys.exit(0 if found else 1)
+        print_json(outcome.as_dict())
+    elif not quiet and isinstance(outcome, Integrity):
+        _print_integrity(outcome)
+    elif not quiet and isinstance(outcome, Comparison):
+        print_comparison(outcome)
+    elif not quiet and isinstance(outcome, Proof):
+        _print_proof(outcome, a, b)
+    sys.exit(0 if outcome else 1)
 
 
-def _print_integrity(found: Integrity) -> None:
+def _print_integrity(integrity: Integrity) -> None:
     """Print whether the files of a folder are those that its record describes."""
     verdict = (
         "[bold green]unchanged:[/]"
-        if found.equal
-        else f"[bold red]changed:[/] {_count_of(len(found.faults), 'problem')};"
+        if integrity.equal
+        else f"[bold red]changed:[/] {_count_of(len(integrity.faults), 'problem')};"
     )
     stdout().print(
-        f"{verdict} {found.files} files, {size(found.nbytes)}, read and compared with reshard.json"
+        f"{verdict} {integrity.files} files, {size(integrity.nbytes)}, read and compared with reshard.json"
     )
-    for fault in found.faults[:SHOWN]:
+    for fault in integrity.faults[:SHOWN]:
         stdout().print(f"{escape(fault.file)} {escape(fault.message)}")
-    print_omitted(len(found.faults) - SHOWN, stdout())
+    print_omitted(len(integrity.faults) - SHOWN, stdout())
 
 
-def _print_proof(found: Proof, a: Path, b: Path | None) -> None:
-    console, source, target = stdout(), found.source, found.target
+def _print_proof(proof: Proof, a: Path, b: Path | None) -> None:
+    console, source, target = stdout(), proof.source, proof.target
     rows: list[tuple[int, str]] = [(source.used, "used once" if not source.shared else "used")]
     if source.shared:
         rows.append((source.shared, "of these, used for more than one tensor of B"))
@@ -114,15 +114,15 @@ def _print_proof(found: Proof, a: Path, b: Path | None) -> None:
         (target.bytes_between, "of zeros between them"),
     ]
     _print_counts(f"   {target.bytes:,} bytes in {target.files:,} files", [row for row in rows if row[0]])
-    for fault in found.faults[:SHOWN]:
+    for fault in proof.faults[:SHOWN]:
         console.print(f"{escape(fault.tensor)}: {escape(fault.message)}")
-    print_omitted(len(found.faults) - SHOWN, console)
-    if found.balanced:
-        told = "the recorded plan" if found.recorded else "a plan with the recorded options"
-        console.print(f"[bold green]balanced:[/] {told}, {target.blocks:,} blocks compiled and counted")
+    print_omitted(len(proof.faults) - SHOWN, console)
+    if proof.balanced:
+        verdict = "the recorded plan" if proof.recorded else "a plan with the recorded options"
+        console.print(f"[bold green]balanced:[/] {verdict}, {target.blocks:,} blocks compiled and counted")
     else:
-        told = _count_of(len(found.faults), "problem")
-        console.print(f"[bold red]unbalanced:[/] {told}; please report this with the lines above")
+        verdict = _count_of(len(proof.faults), "problem")
+        console.print(f"[bold red]unbalanced:[/] {verdict}; please report this with the lines above")
 
 
 def _print_counts(title: str, rows: list[tuple[int, str]]) -> None:
@@ -137,41 +137,41 @@ def _count_of(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _print_different(found: Comparison) -> None:
+def _print_different(comparison: Comparison) -> None:
     """Print the verdict, then the tensors that differ."""
     console = stdout()
-    if found.models:
-        verdict, what = found.verdict.split(": ", 1)
+    if comparison.models:
+        verdict, what = comparison.verdict.split(": ", 1)
         console.print(f"[bold red]{verdict}:[/] {escape(what)} (--json lists all tensors that differ)")
         return
-    more = f"; {len(found.rounded)} more differ by rounding only" if found.rounded else ""
-    different = found.different
+    more = f"; {len(comparison.rounded)} more differ by rounding only" if comparison.rounded else ""
+    different = comparison.different
     console.print(
-        f"[bold red]different:[/] {_count_of(len(different), 'tensor')}; {found.tensors} were compared{more}"
+        f"[bold red]different:[/] {_count_of(len(different), 'tensor')}; {comparison.tensors} were compared{more}"
     )
     print_table(console, COLUMNS, [(row.tensor, row.kind, row.how) for row in different[:SHOWN]])
     print_omitted(len(different) - SHOWN, console)
 
 
-def _print_recast(found: Comparison) -> None:
+def _print_recast(comparison: Comparison) -> None:
     """Print which tensors have equal values and other dtypes, and what is equal besides them."""
-    for line in found.by_dtypes():
-        told, _, which = line.partition(":")
-        stdout().print(f"[bold yellow]{escape(told)}:[/]{escape(which)}")
-    if not found.different and (rest := found.tensors - len(found.rows)):
-        rounded = f", {len(found.rounded)} of them but for rounding" if found.rounded else ", bit for bit"
+    for line in comparison.by_dtypes():
+        heading, _, which = line.partition(":")
+        stdout().print(f"[bold yellow]{escape(heading)}:[/]{escape(which)}")
+    if not comparison.different and (rest := comparison.tensors - len(comparison.rows)):
+        rounded = f", {len(comparison.rounded)} of them but for rounding" if comparison.rounded else ", bit for bit"
         stdout().print(f"[bold green]equal:[/] {_count_of(rest, 'tensor')}{rounded}")
 
 
-def _print_rounded(found: Comparison) -> None:
+def _print_rounded(comparison: Comparison) -> None:
     """Print what is equal but for rounding: quantized weights as one count, zero-centred norms by name."""
     console = stdout()
-    sums = [row for row in found.rounded if row.kind == ROUNDED_SUM]
+    sums = [row for row in comparison.rounded if row.kind == ROUNDED_SUM]
     for row in sums[:SHOWN]:
         console.print(f"{escape(row.tensor)} is rounded: {row.how}")
     print_omitted(len(sums) - SHOWN, console)
-    quantized = [row for row in found.rounded if row.kind == ROUNDED]
-    parts = [f"{found.tensors - len(found.rounded)} tensors bit for bit"]
+    quantized = [row for row in comparison.rounded if row.kind == ROUNDED]
+    parts = [f"{comparison.tensors - len(comparison.rounded)} tensors bit for bit"]
     if quantized:
         what = "match the other side once that is quantized, bit for bit"
         parts.append(f"{len(quantized)} {what} {_largest(quantized)}")
@@ -184,23 +184,23 @@ def _largest(rows: list[Row]) -> str:
     return f"(largest difference {max(row.largest or 0 for row in rows):.3g})"
 
 
-def print_comparison(found: Comparison) -> None:
+def print_comparison(comparison: Comparison) -> None:
     """Print whether two checkpoints are equal, and where they differ."""
     console = stdout()
-    for note in found.notes:
+    for note in comparison.notes:
         stderr().print(f"[bold]note:[/] {escape(note)}")
-    if found.different:
-        _print_different(found)
-    if found.rows:
-        _print_recast(found)
-    elif found.rounded:
-        _print_rounded(found)
+    if comparison.different:
+        _print_different(comparison)
+    if comparison.rows:
+        _print_recast(comparison)
+    elif comparison.rounded:
+        _print_rounded(comparison)
     else:
-        console.print(f"[bold green]equal:[/] {found.tensors} tensors, {size(found.nbytes)}, bit for bit")
-    if found.logits:
-        verdict = "[bold green]agree[/]" if found.logits["equal"] else "[bold red]differ[/]"
+        console.print(f"[bold green]equal:[/] {comparison.tensors} tensors, {size(comparison.nbytes)}, bit for bit")
+    if comparison.logits:
+        verdict = "[bold green]agree[/]" if comparison.logits["equal"] else "[bold red]differ[/]"
         console.print(
-            f"logits {verdict}: largest difference {found.logits['difference']:.2e} of {found.logits['scale']:.3g}, "
-            f"relative {found.logits['relative']:.2e}, threshold {found.logits['threshold']:.0e} "
-            f"({found.logits['tokens']} tokens; {found.logits['a']} and {found.logits['b']})"
+            f"logits {verdict}: largest difference {comparison.logits['difference']:.2e} of {comparison.logits['scale']:.3g}, "
+            f"relative {comparison.logits['relative']:.2e}, threshold {comparison.logits['threshold']:.0e} "
+            f"({comparison.logits['tokens']} tokens; {comparison.logits['a']} and {comparison.logits['b']})"
         )

@@ -71,8 +71,8 @@ def _program_digest(package: Path) -> str:
 
 def absolute(source: Path, options: ConversionOptions) -> tuple[Path, ConversionOptions]:
     """The same paths, absolute, for processes in another folder."""
-    beside = {name: path.absolute() for name, path in options.beside.items()}
-    return source.absolute(), replace(_at(options, lambda path: path.absolute()), beside=beside)
+    extra_files = {name: path.absolute() for name, path in options.beside.items()}
+    return source.absolute(), replace(_at(options, lambda path: path.absolute()), beside=extra_files)
 
 
 def _at(options: ConversionOptions, place: Callable[[Path], Path]) -> ConversionOptions:

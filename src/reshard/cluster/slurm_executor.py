@@ -55,12 +55,12 @@ class Slurm:
     threads, most, queue = None, NO_LIMIT, NO_LIMIT
 
     def __init__(self, settings: str) -> None:
-        given = dict(each.split("=", 1) for each in settings.split(",") if each)
-        self._cluster = given.pop("cluster", "slurm")
-        self.slots = nodes_of(given.pop("nodes", "1"))
+        values = dict(each.split("=", 1) for each in settings.split(",") if each)
+        self._cluster = values.pop("cluster", "slurm")
+        self.slots = nodes_of(values.pop("nodes", "1"))
         if self._cluster == "local":
             self.queue = self.slots  # Slurm has a queue of its own, local processes do not
-        self._parameters = parameters_of(given)
+        self._parameters = parameters_of(values)
         self._jobs: dict[Any, Future[Any]] = {}
         self._missing: dict[str, float] = {}
         """When jobs were first found to be absent from the queue, by their number."""
@@ -207,10 +207,10 @@ def nodes_of(text: str) -> int:
     return int(text)
 
 
-def parameters_of(given: Mapping[str, str]) -> dict[str, str | int]:
+def parameters_of(settings: Mapping[str, str]) -> dict[str, str | int]:
     """Settings as typed, under submitit's names; `time` is in minutes (60 by default)."""
     parameters: dict[str, str | int] = {"timeout_min": 60}
-    for typed, value in given.items():
+    for typed, value in settings.items():
         name = {"time": "timeout_min"}.get(typed, typed)
         parameters[name if name in GENERIC else f"slurm_{name}"] = int(value) if value.isdecimal() else value
     return parameters

@@ -125,9 +125,9 @@ def prove(plan: Plan, checkpoint: Checkpoint, on_count: OnCount = lambda done, c
     `on_count` is called with the number of compiled views and their total.
     """
     usage = PlanUsage(plan, on_count)
-    held = _Held(plan, checkpoint, usage)
-    source = held.settled()
-    return Proof(source, usage.written, [*usage.faults, *held.faults])
+    source_usage = _Held(plan, checkpoint, usage)
+    source = source_usage.settled()
+    return Proof(source, usage.written, [*usage.faults, *source_usage.faults])
 
 
 def prove_output(
@@ -248,8 +248,8 @@ def _other_sources(plan: Plan, record: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _other_files(plan: Plan, record: Mapping[str, Any], output: Path) -> Iterator[Problem]:
     """A problem for each file that the plan would write differently from the record."""
-    given = record.get("options", {}).get("beside", ())
-    recorded = {name: int(each["bytes"]) for name, each in record[FILES_KEY].items() if name not in given}
+    users_files = record.get("options", {}).get("beside", ())
+    recorded = {name: int(each["bytes"]) for name, each in record[FILES_KEY].items() if name not in users_files}
     planned = {file.path: file.size for file in plan.files}
     for name in sorted(recorded.keys() | planned.keys()):
         if recorded.get(name) != planned.get(name):
@@ -303,8 +303,8 @@ class _Held:
     def _add(self, name: str, tensor: Tensor) -> None:
         for cells, _ in stored_pieces(tensor.view):
             self._dtypes.setdefault(cells.storage, cells.dtype)
-        for storage, held in storages_of(tensor.view).items():
-            self._stored[storage][name] = held
+        for storage, positions in storages_of(tensor.view).items():
+            self._stored[storage][name] = positions
 
     def _unknown(self) -> list[Storage]:
         """Storages that are used but belong to no tensor of the source."""
@@ -332,10 +332,10 @@ class _Held:
                 for cells, piece in stored_pieces(side.view):
                     pieces[cells.storage].append((cells, piece))
                 for storage, parts in pieces.items():
-                    held = total(bytes_of(*part) for part in parts)
-                    copies[storage].append(_Part(COPY, held, parts))
+                    positions = total(bytes_of(*part) for part in parts)
+                    copies[storage].append(_Part(COPY, positions, parts))
                     if storage not in known:
-                        self._stored[storage][f"{replica.tensor} (stored again)"] = held
+                        self._stored[storage][f"{replica.tensor} (stored again)"] = positions
                         self._dtypes.setdefault(storage, parts[0][0].dtype)
         return copies
 

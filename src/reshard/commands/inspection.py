@@ -229,8 +229,8 @@ def _inspect_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:
         adapter = adapters.read_adapter(checkpoint)
         notes += description.notes(adapter)
         problems += description.warnings(adapter)
-        beside = adapter.has_base and (checkpoint.description.folder / "config.json").is_file()
-        command = description.next_command(adapter.settings, path, with_base=not beside)
+        has_base = adapter.has_base and (checkpoint.description.folder / "config.json").is_file()
+        command = description.next_command(adapter.settings, path, with_base=not has_base)
     except ReshardError as error:
         problems += error.problems
     wrong = any(problem.severity == "error" for problem in problems)

@@ -137,13 +137,13 @@ def read(
     files = {storage.path for storage in names if storage.path}
     left = meter.left(plan.need)
     share = shared(how.workers, left // 2, plan.need, files)
-    held = max(0, left - share.threads * share.each)
+    waiting_bytes = max(0, left - share.threads * share.each)
     ledger = Ledger(every=True, most=share.ranges) if how.verify else None
     sources = weights.checkpoint.sources if how.verify else weights.checkpoint.sources.only(files)
     with weights.reading(), sources.unchanged(ledger.passed if ledger else None):
         if how.verify and (problems := unequal_replicas(plan.replicas, share)):
             raise ReshardError(problems)
-        yield from read_ahead(wanted, share, ledger, held, on_read)
+        yield from read_ahead(wanted, share, ledger, waiting_bytes, on_read)
         if ledger:
             check_sums(ledger, names)
 

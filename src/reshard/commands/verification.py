@@ -246,10 +246,10 @@ def need_of(first: Side, second: Side) -> MemoryNeed:
             name: other.tensors.tensors[name] for name in side.quantized if name in other.tensors.tensors
         }
         kinds = {(side.quantized[n].storage.names, w.dtype, w.shape): n for n, w in weights.items()}
-        made = most(
+        quantizing = most(
             side.quantized[n].storage.need({(dtype, shape): n}) for (_, dtype, shape), n in kinds.items()
         )
-        needs.append(MemoryNeed.of(other.checkpoint.tensors).plus(made))
+        needs.append(MemoryNeed.of(other.checkpoint.tensors).plus(quantizing))
     return most(needs)
 
 
@@ -529,8 +529,8 @@ def _is_rounded(comparer: Comparer, first: Side, second: Side, name: str) -> boo
         change = side.tensors.change(name)
         if change and change.rounds and not other.tensors.change(name):
             dtype = side.tensors.tensors[name].dtype
-            made = Tensor(dtype, changed(name, _tensor(other, name), change.reversed))
-            return not comparer.difference(Tensor(dtype, side.tensors.stored_view(name)), made)
+            computed = Tensor(dtype, changed(name, _tensor(other, name), change.reversed))
+            return not comparer.difference(Tensor(dtype, side.tensors.stored_view(name)), computed)
     return False
 
 
@@ -538,8 +538,8 @@ def _is_quantized(comparer: Comparer, first: Side, second: Side, name: str) -> b
     """Whether quantizing one side gives what the other one stores."""
     for side, other in ((first, second), (second, first)):
         if stored := side.quantized.get(name):
-            made = stored.storage.parts(name, _tensor(other, name))
+            parts = stored.storage.parts(name, _tensor(other, name))
             return not any(
-                comparer.difference(*pair) for pair in zip(made, (stored.values, stored.scales), strict=True)
+                comparer.difference(*pair) for pair in zip(parts, (stored.values, stored.scales), strict=True)
             )
     return False

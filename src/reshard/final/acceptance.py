@@ -189,8 +189,8 @@ def _rows(folder: Path) -> int | None:
 
 
 def _vocabulary(folder: Path, origin: Origin) -> dict[str, int]:
-    found: dict[str, int] = _loaded_tokenizer(folder, origin).get_vocab()
-    return found
+    vocabulary: dict[str, int] = _loaded_tokenizer(folder, origin).get_vocab()
+    return vocabulary
 
 
 def _loaded_tokenizer(folder: Path, origin: Origin) -> Any:
@@ -267,14 +267,14 @@ def _misshapen(module: str, pair: LowRankPair, shape: tuple[int, ...], folder: P
     if pair.embedding:
         shape = (shape[1], shape[0])
     whole = {"lora_A": (pair.a.shape, (pair.rank, shape[1])), "lora_B": (pair.b.shape, (shape[0], pair.rank))}
-    for name, (found, expected) in whole.items():
-        if tuple(found) != expected:
+    for name, (stored_shape, expected) in whole.items():
+        if tuple(stored_shape) != expected:
             yield Problem(
                 "adapter-tensor-incomplete",
                 "a tensor of the adapter is incomplete",
                 tensor=f"{module}.{name}",
                 file=str(folder),
                 expected=str(list(expected)),
-                found=str(list(found)),
+                found=str(list(stored_shape)),
                 remedy="it was saved while it was sharded: convert another checkpoint",
             )

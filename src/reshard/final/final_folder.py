@@ -81,14 +81,14 @@ def draft_of(place: Path) -> Path:
     return place.with_name(place.name + UNCHECKED_SUFFIX)
 
 
-def final_of(found: FoundCheckpoint, place: Path, request: FinalRequest = FinalRequest()) -> FinalFolder:
+def final_of(saved: FoundCheckpoint, place: Path, request: FinalRequest = FinalRequest()) -> FinalFolder:
     """Make a Hugging Face folder, or a PEFT adapter, from a checkpoint, and check it.
 
     What users have put into the folder of an earlier run stays there.
     """
     draft = draft_of(place)
     shutil.rmtree(draft, ignore_errors=True)
-    checks = list(_checks(found, draft, request))
+    checks = list(_checks(saved, draft, request))
     if not all(check.right for check in checks):
         return FinalFolder(draft, tuple(checks))
     published = checked("your files", lambda: _published(draft, place))
@@ -123,21 +123,21 @@ def _of_the_user(folder: Path) -> Sequence[str]:
     return foreign_in(folder) if is_ours else sorted(each.name for each in folder.iterdir())
 
 
-def _checks(found: FoundCheckpoint, draft: Path, request: FinalRequest) -> Iterator[CheckResult]:
+def _checks(saved: FoundCheckpoint, draft: Path, request: FinalRequest) -> Iterator[CheckResult]:
     """Convert and check; if the checkpoint cannot be opened or converted, nothing else is done."""
-    opened = checked("opened", lambda: open_checkpoint(found.path).format)
+    opened = checked("opened", lambda: open_checkpoint(saved.path).format)
     if not opened.right:
         yield opened
         return
-    checkpoint = open_checkpoint(found.path)
+    checkpoint = open_checkpoint(saved.path)
     is_adapter = adapters.checkpoint_kind(checkpoint) is not CheckpointKind.MODEL
     base = _base_of(checkpoint, request, is_adapter=is_adapter)
 
     def converted() -> str:
         options = _options_for(checkpoint, base, merge=request.merge, is_adapter=is_adapter)
-        made = convert(found.path, draft, options, RunOptions())
-        assert_finite(made.report.nonfinite if made.report else [], draft, base)
-        return f"{made.plan.tensors} tensors, {made.plan.parameters:,} parameters, from {found.path.name}"
+        conversion_result = convert(saved.path, draft, options, RunOptions())
+        assert_finite(conversion_result.report.nonfinite if conversion_result.report else [], draft, base)
+        return f"{conversion_result.plan.tensors} tensors, {conversion_result.plan.parameters:,} parameters, from {saved.path.name}"
 
     conversion = checked("converted", converted)
     yield conversion
@@ -188,15 +188,15 @@ def _options_for(
     own = checkpoint.companions()
     theirs = find_companions(checkpoint.sources, base) if base else own
     is_whole = own.config is not None and own.has_tokenizer and not is_adapter
-    beside = {} if own.has_tokenizer else theirs.files
-    beside = {CONFIG: theirs.files[CONFIG], **beside} if CONFIG in theirs.files else beside
+    extra_files = {} if own.has_tokenizer else theirs.files
+    extra_files = {CONFIG: theirs.files[CONFIG], **extra_files} if CONFIG in theirs.files else extra_files
     return ConversionOptions(
         to="peft" if is_adapter and not merge else "huggingface",
         base=None if is_whole else base,
         merge=merge,
         no_tokenizer=not (own.has_tokenizer or theirs.has_tokenizer),
         beside={
-            name: file for name, file in beside.items() if file.suffix != ".py" and name != GENERATION_CONFIG
+            name: file for name, file in extra_files.items() if file.suffix != ".py" and name != GENERATION_CONFIG
         }
         if is_adapter and not merge
         else {},

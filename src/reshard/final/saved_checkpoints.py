@@ -98,11 +98,11 @@ def saved_in(folder: Path, since: float = 0.0) -> SavedCheckpoints:
     """The checkpoints in `folder` that have changed since a time in Unix seconds, until a complete one is found."""
     saved = SavedCheckpoints()
     for when, place in sorted(_candidates(folder, since), reverse=True)[:MAX_OPENED]:
-        found = _found(when, place, folder)
-        if isinstance(found, FoundCheckpoint):
-            saved.found.append(found)
-        elif found:
-            saved.incomplete[place] = found
+        checkpoint = _found(when, place, folder)
+        if isinstance(checkpoint, FoundCheckpoint):
+            saved.found.append(checkpoint)
+        elif checkpoint:
+            saved.incomplete[place] = checkpoint
         if saved.resumable:
             break
     return saved

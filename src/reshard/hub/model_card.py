@@ -85,7 +85,7 @@ def _folders(plan: Plan) -> list[Path]:
 def _base(plan: Plan, folders: Iterable[Path]) -> str | None:
     """The Hub's name of the model that this one was made from, if a file or the Hub's cache has it."""
     for folder in folders:
-        for name in (*_cached(folder), *_said(folder)):
+        for name in (*_cached(folder), *_base_names(folder)):
             if _ID.fullmatch(name) and not Path(name).exists():
                 return name
     return None
@@ -96,14 +96,14 @@ def _cached(folder: Path) -> list[str]:
     return [f"{match[1]}/{match[2]}" for match in matches if match]
 
 
-def _said(folder: Path) -> list[str]:
+def _base_names(folder: Path) -> list[str]:
     """The names of the base in the files of a folder."""
-    said = [hint.value for hint in find_hints([folder], Sources()) if hint.kind == BASE]
+    names = [hint.value for hint in find_hints([folder], Sources()) if hint.kind == BASE]
     keys = {companion_names.CONFIG: "_name_or_path", "adapter_config.json": "base_model_name_or_path"}
     for file, key in keys.items():
         if (folder / file).is_file():
-            said.append(str(read_object(folder / file, Sources()).get(key) or ""))
-    return said
+            names.append(str(read_object(folder / file, Sources()).get(key) or ""))
+    return names
 
 
 def _front_matter(path: Path) -> Mapping[str, Any]:
@@ -151,5 +151,5 @@ def _table(plan: Plan, options: ConversionOptions) -> str:
 
 def _changes(options: ConversionOptions) -> list[str]:
     """The options that make the weights differ from the source's."""
-    given = {"--dtype": options.dtype, "--quantize": options.quantize}
-    return [f"{flag} {value}" for flag, value in given.items() if value] + ["--merge"] * options.merge
+    values = {"--dtype": options.dtype, "--quantize": options.quantize}
+    return [f"{flag} {value}" for flag, value in values.items() if value] + ["--merge"] * options.merge

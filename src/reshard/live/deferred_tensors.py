@@ -63,11 +63,11 @@ class DeferredTensor(torch.Tensor):  # type: ignore[misc]
     ) -> DeferredTensor:
         order = tuple(range(lazy.ndim)) if order is None else order
         shape = [1 if axis is None else lazy.shape[axis] for axis in order]
-        made: DeferredTensor = torch.Tensor._make_wrapper_subclass(
+        deferred: DeferredTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=_torch_dtype(lazy), device="cpu", requires_grad=False
         )
-        made.lazy, made.order, made.tally = lazy, order, tally
-        return made
+        deferred.lazy, deferred.order, deferred.tally = lazy, order, tally
+        return deferred
 
     def __repr__(self) -> str:
         return f"<DeferredTensor {self.lazy.name}: {self.lazy.dtype} {list(self.shape)}>"

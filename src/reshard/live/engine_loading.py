@@ -105,16 +105,16 @@ class WeightsForModel:
         )
 
 
-def options_of(given: Any) -> dict[str, Any]:
+def options_of(options: Any) -> dict[str, Any]:
     """The options of `--model-loader-extra-config`. Raises ReshardError for unknown ones."""
-    if not isinstance(given, dict):
+    if not isinstance(options, dict):
         raise ReshardError(
             "engine-options-malformed",
             "the options of the loader are not a JSON object",
-            found=repr(given),
+            found=repr(options),
             remedy='pass for example --model-loader-extra-config \'{"source": "CKPT"}\'',
         )
-    unknown = [str(key) for key in given if key not in LOADER_OPTIONS]
+    unknown = [str(key) for key in options if key not in LOADER_OPTIONS]
     if unknown:
         near = {key: meant(key, LOADER_OPTIONS) for key in unknown}
         raise ReshardError(
@@ -129,7 +129,7 @@ def options_of(given: Any) -> dict[str, Any]:
                 for key, guess in near.items()
             ]
         )
-    return dict(given)
+    return dict(options)
 
 
 def elsewhere(options: Mapping[str, Any], base: str) -> dict[str, Any]:

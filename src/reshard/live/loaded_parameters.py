@@ -76,13 +76,13 @@ class _Noting(TorchDispatchMode):  # type: ignore[misc]
 
 
 @contextmanager
-def _in_pools(made: Callable[[], _Noting]) -> Iterator[None]:
+def _in_pools(noting: Callable[[], _Noting]) -> Iterator[None]:
     """Let the threads of pools note what they write, too: a mode of torch is one of the thread that entered it."""
     submit = ThreadPoolExecutor.submit
 
     def noted(pool: ThreadPoolExecutor, work: Any, /, *args: Any, **kwargs: Any) -> Any:
         def run() -> Any:
-            with made():
+            with noting():
                 return work(*args, **kwargs)
 
         return submit(pool, run)

@@ -59,8 +59,8 @@ def load_chunks(chunks: Sequence[torch.nn.Module], weights: Weights, *, verify: 
         raise ReshardError(problems)
     pairs = [
         (tensors[name], shard)
-        for tensors, held in zip(live, shards, strict=True)
-        for name, shard in held.items()
+        for tensors, chunk_shards in zip(live, shards, strict=True)
+        for name, shard in chunk_shards.items()
     ]
     ledger = Ledger(every=True) if verify else None
     with weights.reading(), weights.checkpoint.sources.unchanged(ledger.passed if ledger else None):

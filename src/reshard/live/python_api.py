@@ -74,11 +74,11 @@ def load_into(
     >>> reshard.load_into(model, "run").tensors
     47
     """
-    given = Arguments("load_into")
+    arguments = Arguments("load_into")
     chunks = list(module) if isinstance(module, (list, tuple)) else [module]
     if not chunks or not all(map(is_module, chunks)):
-        given.wrong("module", _kind(module), "a torch module, or the chunks of Megatron-Core")
-    how, weights = _read(given, path, memory, workers, verify, opening)
+        arguments.wrong("module", _kind(module), "a torch module, or the chunks of Megatron-Core")
+    how, weights = _read(arguments, path, memory, workers, verify, opening)
     if all(map(megatron_chunks.is_chunk, chunks)):
         return megatron_chunks.load_chunks(chunks, weights, verify=verify)
     if len(chunks) != 1:
@@ -139,19 +139,19 @@ def from_pretrained(
     >>> type(model).__name__, model.dtype
     ('Qwen3ForCausalLM', torch.bfloat16)
     """
-    given = Arguments("from_pretrained")
-    given.check("trust_remote_code", trust_remote_code, SWITCH)
+    arguments = Arguments("from_pretrained")
+    arguments.check("trust_remote_code", trust_remote_code, SWITCH)
     if not (auto is None or hasattr(auto, "from_config") or hasattr(auto, "_from_config")):
-        given.wrong("auto", auto, "a class of transformers, for example AutoModelForCausalLM")
-    given.check_optional("build", build, dictionary('{"attn_implementation": "eager"}'))
-    how, weights = _read(given, path, memory, workers, verify, opening)
+        arguments.wrong("auto", auto, "a class of transformers, for example AutoModelForCausalLM")
+    arguments.check_optional("build", build, dictionary('{"attn_implementation": "eager"}'))
+    how, weights = _read(arguments, path, memory, workers, verify, opening)
     return pretrained.from_pretrained(
         weights, auto, how, trust_remote_code=trust_remote_code, **(build or {})
     )
 
 
 def _read(
-    given: Arguments,
+    arguments: Arguments,
     path: StrPath | Weights,
     memory: int | str,
     workers: int | None,
@@ -159,10 +159,10 @@ def _read(
     opening: dict[str, Any],
 ) -> tuple[ReadOptions, Weights]:
     """How to read, and what. Raises ReshardError for wrong arguments."""
-    allowed = given.check("memory", memory, size("--memory"))
-    given.check_optional("workers", workers, count())
-    given.check("verify", verify, SWITCH)
-    weights = opened(given, path, opening)
+    allowed = arguments.check("memory", memory, size("--memory"))
+    arguments.check_optional("workers", workers, count())
+    arguments.check("verify", verify, SWITCH)
+    weights = opened(arguments, path, opening)
     return ReadOptions(allowed, workers, verify), weights
 
 

@@ -65,12 +65,12 @@ def _page(template: str, **content: Any) -> str:
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader(__name__, "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["shown"] = printable_line
-    return made
+    environment.filters["shown"] = printable_line
+    return environment

@@ -57,8 +57,8 @@ def board_of(inspection: Inspection) -> Board:
 def _of_ranks(layout: Layout, model: Model) -> Board:
     dims, rows, drawn = model.dims, [], 0
     layers: dict[int, list[range]] = defaultdict(list)
-    for stage, _, held in layout.chunks(dims.layers):
-        layers[stage].append(held)
+    for stage, _, numbers in layout.chunks(dims.layers):
+        layers[stage].append(numbers)
     for stage in range(layout.pp):
         cells = []
         for index in range(min(layout.stage_ranks, MAX_CELLS - drawn)):
@@ -83,12 +83,12 @@ def _of_ranks(layout: Layout, model: Model) -> Board:
 def _of_rank(layout: Layout, model: Model, tp: int, ep: int) -> list[str]:
     """The part of each of its layers that a rank stores."""
     dims = model.dims
-    held = [_part("heads", dims.heads, tp, layout.tp)]
+    parts = [_part("heads", dims.heads, tp, layout.tp)]
     if dims.groups != dims.heads:
-        held.append(_part("KV heads", dims.groups, tp, layout.tp))
+        parts.append(_part("KV heads", dims.groups, tp, layout.tp))
     if dims.experts:
-        held.append(_part("experts", dims.experts, ep, layout.ep))
-    return [each for each in held if each]
+        parts.append(_part("experts", dims.experts, ep, layout.ep))
+    return [each for each in parts if each]
 
 
 def _part(what: str, total: int, index: int, parts: int) -> str:
@@ -98,8 +98,8 @@ def _part(what: str, total: int, index: int, parts: int) -> str:
     return f"{what} {_ranges([range(index * each, (index + 1) * each)])}" if each else ""
 
 
-def _ranges(held: list[range]) -> str:
-    return ", ".join(f"{each[0]}–{each[-1]}" if len(each) > 1 else str(each[0]) for each in held)
+def _ranges(ranges: list[range]) -> str:
+    return ", ".join(f"{each[0]}–{each[-1]}" if len(each) > 1 else str(each[0]) for each in ranges)
 
 
 @dataclass

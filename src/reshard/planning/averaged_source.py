@@ -94,14 +94,14 @@ def averaged_source(
 
 def _each(make: Callable[[Given], Made], items: Iterable[Given]) -> list[Made]:
     """What is made of all items. Raises ReshardError with the problems of all of them."""
-    made: list[Made] = []
+    results: list[Made] = []
     problems: list[Problem] = []
     for item in items:
         with _collected(problems):
-            made.append(make(item))
+            results.append(make(item))
     if problems:
         raise ReshardError(dict.fromkeys(problems))
-    return made
+    return results
 
 
 @contextmanager
@@ -186,10 +186,10 @@ def _other_tensors(
     sides: Sequence[HubTensors], paths: Sequence[Path], *, any_dtype: bool
 ) -> Iterator[Problem]:
     """A problem for all tensors that differ in the same way; with `any_dtype`, floats may differ in theirs."""
-    held = [{tensor.name: tensor for tensor in side.planned} for side in sides]
+    by_name = [{tensor.name: tensor for tensor in side.planned} for side in sides]
     groups: dict[tuple[str, str], list[str]] = {}
-    for name in dict.fromkeys(chain.from_iterable(held)):
-        tensors = [each.get(name) for each in held]
+    for name in dict.fromkeys(chain.from_iterable(by_name)):
+        tensors = [each.get(name) for each in by_name]
         if how := _difference(tensors, paths, any_dtype=any_dtype):
             groups.setdefault(how, []).append(name)
     for (code, description), names in groups.items():
@@ -316,9 +316,9 @@ def _averaged(
     """The average of each tensor; those that are no floats are taken from the last, and compared with the others."""
     averages: dict[str, Tensor] = {}
     replicas: list[Replica] = []
-    held = [{each.name: each for each in side.planned} for side in sides]
+    by_name = [{each.name: each for each in side.planned} for side in sides]
     for last in sides[-1].planned:
-        alike = [each[last.name] for each in held]
+        alike = [each[last.name] for each in by_name]
         tensors = [Tensor(each.dtype, each.source()) for each in alike]
         kind = _widest(each.dtype for each in alike)
         if castable(kind):

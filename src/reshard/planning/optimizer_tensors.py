@@ -111,8 +111,8 @@ def _of_state(weights: LogicalTensors, tensors: Mapping[str, Tensor], *, is_mast
 
 def carried(checkpoint: Checkpoint, states: Collection[str]) -> Counter[str]:
     """The bytes of states that are not dropped, because they are converted."""
-    held = checkpoint.optimizer.supported_states
-    converted = (held[state] for state in held.keys() & set(states))
+    supported = checkpoint.optimizer.supported_states
+    converted = (supported[state] for state in supported.keys() & set(states))
     return Counter(
         {OPTIMIZER_STATES: sum(tensor.nbytes for tensors in converted for tensor in tensors.values())}
     )

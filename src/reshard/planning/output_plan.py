@@ -24,8 +24,8 @@ def output_plan(source: PreparedSource) -> Plan:
     request = writing.request
     files = writing.files()
     if not (target.embeds or source.options.state_dict):
-        beside = output_companions.companion_files(checkpoint, request, companions)
-        files += [replace(file, path=(PurePath(target.beside) / file.path).as_posix()) for file in beside]
+        companion_files = output_companions.companion_files(checkpoint, request, companions)
+        files += [replace(file, path=(PurePath(target.beside) / file.path).as_posix()) for file in companion_files]
     files += _copied(source, files)
     facts = output_companions.facts(checkpoint, source.format, request, contents.dropped)
     facts["files"] = sorted(file.path for file in files)

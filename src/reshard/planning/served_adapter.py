@@ -163,18 +163,18 @@ class _ServedChanges:
         engine: ServingEngine,
         base: _AdaptedModel,
         linears: Mapping[str, ScaledPair],
-        found: AdapterChanges,
+        changes: AdapterChanges,
     ) -> None:
         in_memory = engine.name == PEFT
         self._engine = engine
         self.modules: dict[str, ScaledPair] = {}
         self.parameters: dict[str, str] = {}
         self.uneven: list[str] = []
-        stacks = base.stacks() if in_memory and found.experts else {}
+        stacks = base.stacks() if in_memory and changes.experts else {}
         for module, change in linears.items():
             hub = base.hub(module)
             self.modules[base.live(hub) if in_memory else hub] = change
-        for experts in found.experts:
+        for experts in changes.experts:
             own = replace(experts, module=base.hub(f"{experts.module}.0.x").removesuffix(".0.x"))
             live = base.live(f"{own.module}.0.x").removesuffix(".0.x")
             if (live in stacks) if in_memory else engine.stacks(_type(base)):
@@ -223,7 +223,7 @@ class _ServedChanges:
         (rank, alpha) = Counter(zip(ranks.values(), alphas.values(), strict=True)).most_common(1)[0][0]
         own = adapter.settings.config if self._engine.name == PEFT and adapter.settings.written else {}
         pairs = [change.pair for change in self.modules.values()]
-        made = {
+        settings = {
             "peft_type": "LORA",
             "task_type": adapter.settings.config.get("task_type") or "CAUSAL_LM",
             "base_model_name_or_path": base,
@@ -241,8 +241,8 @@ class _ServedChanges:
         rest = {"bias": "none", "modules_to_save": None, "fan_in_fan_out": False, "init_lora_weights": True}
         if self.parameters or own.get("target_parameters"):
             own = {key: value for key, value in own.items() if key != ORDER}
-            made |= {"target_parameters": _ends(self.parameters.values()), **WRITTEN_LAYOUT}
-        return {**rest, **own, **made}
+            settings |= {"target_parameters": _ends(self.parameters.values()), **WRITTEN_LAYOUT}
+        return {**rest, **own, **settings}
 
     def _targets(self, adapter: Adapter) -> list[str]:
         linears = {m: c.pair for m, c in self.modules.items() if m not in self.parameters}

@@ -157,17 +157,17 @@ class TargetNames:
 
     def states(self, states: Mapping[str, LogicalTensors]) -> PlannedStates:
         """The states of its tensors. Raises ReshardError if only a part of a fused tensor has one."""
-        held = {state: self._held(logical) for state, logical in states.items()}
+        natives = {state: self._held(logical) for state, logical in states.items()}
         problems = []
         for state, logical in states.items():
             for name, bound in (self.natives or {}).items():
                 sources = sources_of(bound)
-                if name not in (held[state] or {}) and not sources.isdisjoint(logical.tensors):
+                if name not in (natives[state] or {}) and not sources.isdisjoint(logical.tensors):
                     problems.append(_partly_frozen(state, name, sources - logical.tensors.keys()))
         if problems:
             raise ReshardError(problems)
         return {
-            state: _named(state, replace(self, natives=held[state]).tensors(logical, _types(state)))
+            state: _named(state, replace(self, natives=natives[state]).tensors(logical, _types(state)))
             for state, logical in states.items()
         }
 

@@ -99,8 +99,8 @@ def _of_the_checkpoint(folder: Path) -> tuple[set[PurePosixPath], tuple[str, ...
     try:
         checkpoint = open_checkpoint(folder)
         read = map(Path, checkpoint.sources.paths)
-        beside = find_companions(checkpoint.sources, folder, checkpoint.description.folder)
-        paths = [*read, *beside.files.values(), folder / RECORD]
+        companions = find_companions(checkpoint.sources, folder, checkpoint.description.folder)
+        paths = [*read, *companions.files.values(), folder / RECORD]
     except (ReshardError, OSError):
         return set(), ()
     below = (path.relative_to(folder) for path in paths if path.is_relative_to(folder))

@@ -177,10 +177,10 @@ def _unequal(first: Elements, second: Elements, dtype: DType) -> Elements:
     return unequal
 
 
-def _rounds(given: Elements, wanted: Elements, dtype: DType, target: DType) -> bool:
-    """Whether rounding what is `given` from `dtype` to `target` gives what is `wanted`, and no finite value Inf."""
+def _rounds(elements: Elements, wanted: Elements, dtype: DType, target: DType) -> bool:
+    """Whether rounding what is `elements` from `dtype` to `target` gives what is `wanted`, and no finite value Inf."""
     lost = Overflows()
-    rounded = cast(given, dtype, target, lost)
+    rounded = cast(elements, dtype, target, lost)
     return lost.found is None and not _unequal(rounded, wanted, target).any()
 
 

@@ -154,13 +154,13 @@ class MemoryMeter:
         Raises ReshardError with a sufficient number if too few are left.
         """
         now, peak = resident()
-        held = max(0, now - self._now)
-        planning = max(held, peak - self._now if peak > self._peak else 0)
-        enough = max(planning, held + _least(need) + LEAST_LEDGER) + self._aside
+        used = max(0, now - self._now)
+        planning = max(used, peak - self._now if peak > self._peak else 0)
+        enough = max(planning, used + _least(need) + LEAST_LEDGER) + self._aside
         if enough <= self._memory:
-            return self._memory - held - self._aside
-        found = f"the plan takes {_mebibytes(planning)}, one thread {_mebibytes(_least(need) + LEAST_LEDGER)}"
-        raise self._too_little(enough, planning, found, tensor=need.tensor)
+            return self._memory - used - self._aside
+        needs = f"the plan takes {_mebibytes(planning)}, one thread {_mebibytes(_least(need) + LEAST_LEDGER)}"
+        raise self._too_little(enough, planning, needs, tensor=need.tensor)
 
     def fits(self, nbytes: int) -> bool:
         """Whether `nbytes` more bytes fit in what is left. Few always do, without measuring."""
@@ -178,10 +178,10 @@ class MemoryMeter:
         """Raise ReshardError if reading a file, and what is made from it, takes more than is left."""
         if not self.fits(nbytes):
             enough = self._enough(nbytes)
-            found = f"reading this takes {_mebibytes(nbytes)}"
-            raise self._too_little(enough, enough, found, file=path)
+            needs = f"reading this takes {_mebibytes(nbytes)}"
+            raise self._too_little(enough, enough, needs, file=path)
 
-    def _too_little(self, enough: int, measured: int, found: str, **where: str | None) -> ReshardError:
+    def _too_little(self, enough: int, measured: int, needs: str, **where: str | None) -> ReshardError:
         """The error that names what is enough. Only what was `measured` of it may differ in the next run."""
         number = _mebibytes(enough + min(SLACK_BYTES, LEAST_SLACK + measured // 8))
         return ReshardError(
@@ -189,7 +189,7 @@ class MemoryMeter:
             "the memory limit is too low",
             rule="--memory limits everything besides Python and its libraries: the plan and the threads",
             expected=f"--memory {number} or more",
-            found=f"--memory {_mebibytes(self._memory)}; {found}",
+            found=f"--memory {_mebibytes(self._memory)}; {needs}",
             remedy=f"pass --memory {number}",
             **where,
         )

@@ -192,16 +192,16 @@ class Plan:
             end = 0
             for block in sorted(file.blocks, key=lambda block: block.offset):
                 if block.offset < end or block.offset + block.nbytes > file.size:
-                    found = f"bytes {block.offset} to {block.offset + block.nbytes}"
-                    problems.append(_mistake(block.name, file.path, f"from byte {end} in {file.size}", found))
+                    position = f"bytes {block.offset} to {block.offset + block.nbytes}"
+                    problems.append(_mistake(block.name, file.path, f"from byte {end} in {file.size}", position))
                 end = block.offset + block.nbytes
                 written[block.name] += block.nbytes
         for tensor in tensors:
             # Rank files repeat what ranks share; chunks of a shared checkpoint never do.
             copies, rest = divmod(written[tensor.name], tensor.nbytes) if tensor.nbytes else (1, 0)
             if rest or not copies:
-                found = f"{written[tensor.name]} bytes"
-                problems.append(_mistake(tensor.name, None, f"all of {tensor.nbytes} bytes", found))
+                position = f"{written[tensor.name]} bytes"
+                problems.append(_mistake(tensor.name, None, f"all of {tensor.nbytes} bytes", position))
         if problems:
             raise ReshardError(problems)
 

@@ -167,29 +167,29 @@ class PlanUsage:
 
     def _blocks_of(self, file: OutputFile) -> Iterator[Block]:
         """The blocks of a file, none of which may overlap another; counts the other bytes too."""
-        end, held = 0, 0
+        end, block_bytes = 0, 0
         for block in sorted(file.blocks, key=lambda block: block.offset):
             if block.offset < end or block.offset + block.nbytes > file.size:
                 self.faults.append(UsageFault(block.name, f"reaches beyond its place in {file.path}"))
             end = block.offset + block.nbytes
-            held += block.nbytes
+            block_bytes += block.nbytes
             yield block
         literal = sum(len(content) for _, content in file.literals())
-        if held + literal > file.size:
+        if block_bytes + literal > file.size:
             self.faults.append(
-                UsageFault(file.path, f"{held + literal:,} bytes are written to {file.size:,}")
+                UsageFault(file.path, f"{block_bytes + literal:,} bytes are written to {file.size:,}")
             )
         self.written.files += 1
         self.written.bytes += file.size
         self.written.bytes_of_headers += literal
-        self.written.bytes_between += file.size - held - literal
+        self.written.bytes_between += file.size - block_bytes - literal
 
     def _tiled(self, name: str, path: str, view: View, shape: tuple[int, ...]) -> None:
         """Check that each element of a block has exactly one source."""
-        made = total(Multiset.of(p.at, ((n, target) for n, _, target in p.axes)) for p in view.pieces)
+        targets = total(Multiset.of(p.at, ((n, target) for n, _, target in p.axes)) for p in view.pieces)
         whole = prod(shape)
-        if made != Multiset.of(0, ((whole, 1),) if whole else ((0, 1),)):
-            what = f"{made.numel:,} of {whole:,} elements" if made.numel != whole else "some elements twice"
+        if targets != Multiset.of(0, ((whole, 1),) if whole else ((0, 1),)):
+            what = f"{targets.numel:,} of {whole:,} elements" if targets.numel != whole else "some elements twice"
             self.faults.append(UsageFault(name, f"the plan writes {what} of a block in {path}"))
 
     def _uses(self, view: View) -> TensorUses:

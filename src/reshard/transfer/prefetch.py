@@ -38,19 +38,19 @@ def read_ahead(
     wanted: Iterable[WantedTensor],
     share: ThreadShare,
     ledger: Ledger | None,
-    held: int,
+    most_bytes: int,
     on_read: Callable[[int], None] = lambda nbytes: None,
 ) -> Iterator[tuple[str, Array]]:
     """The raw elements of each tensor by name, in order, read by the threads of `share`.
 
-    The tensors that are being read or wait to be taken have at most `held` bytes together, or are a single one.
+    The tensors that are being read or wait to be taken have at most `most_bytes` bytes together, or are a single one.
     `on_read` receives, at the end, the number of bytes that were read from files. Raises ReshardError if a file cannot
     be read, or if a finite value does not fit the dtype of its tensor.
     """
     with _ReaderThreads(share, ledger) as readers:
         coming: deque[_PendingTensor] = deque()
         for each in wanted:
-            while coming and sum(other.nbytes for other in coming) + each.tensor.nbytes > held:
+            while coming and sum(other.nbytes for other in coming) + each.tensor.nbytes > most_bytes:
                 yield readers.taken(coming.popleft())
             coming.append(readers.begun(each))
         while coming:

@@ -42,12 +42,12 @@ def check_kept(plan: Plan, folder: Path, journal: Journal, threads: int) -> Kept
     Raises OSError if a file cannot be read.
     """
     before = journal.progress.nbytes
-    there = {path: each for path, each in journal.progress.files.items() if each.elsewhere is None}
-    whole = [path for path, each in there.items() if each.is_whole]
+    written = {path: each for path, each in journal.progress.files.items() if each.elsewhere is None}
+    whole = [path for path, each in written.items() if each.is_whole]
     checks = [
-        _FileCheck(file, there[file.path], journal.progress.sums.get(file.path, PartDigests()))
+        _FileCheck(file, written[file.path], journal.progress.sums.get(file.path, PartDigests()))
         for file in plan.files
-        if file.path in there and file.path not in whole
+        if file.path in written and file.path not in whole
     ]
     waiting: deque[str | tuple[_FileCheck, int]] = deque(whole)
     waiting.extend((check, first) for check in checks for first in check.starts())
@@ -57,14 +57,14 @@ def check_kept(plan: Plan, folder: Path, journal: Journal, threads: int) -> Kept
         for task in taken(waiting, stopped):
             if not isinstance(task, str):
                 task[0].check(folder, task[1])
-            elif not _is_as_written(folder / task, there[task], journal, stopped):
+            elif not _is_as_written(folder / task, written[task], journal, stopped):
                 wrong.append(task)
 
     together(work, threads)
     for path in wrong:
         journal.record(path, WrittenFile())
     for check in checks:
-        if (right := check.right()).nbytes < there[check.file.path].nbytes:
+        if (right := check.right()).nbytes < written[check.file.path].nbytes:
             journal.record(check.file.path, right)
     lost = before - journal.progress.nbytes
     return KeptFiles({check.file.path: check.digest for check in checks}, lost)

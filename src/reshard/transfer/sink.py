@@ -167,7 +167,7 @@ def _libc(name: str, *arguments: Any) -> Callable[..., object]:
     try:
         call = getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
-        return lambda *given: None
+        return lambda *values: None
     call.argtypes = arguments
     return call  # type: ignore[no-any-return]
 

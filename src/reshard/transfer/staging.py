@@ -117,9 +117,9 @@ def worked(
     refuses to read or to write.
     """
     kept: int | None = 0
-    made: list[Path] = []
+    new_folders: list[Path] = []
     try:
-        _make(target.parent, made)
+        _make(target.parent, new_folders)
         with locked(target) as has_locks:
             identity = journal.identity if has_locks else None
             staging = _named(target, identity)
@@ -138,7 +138,7 @@ def worked(
                     despite_ctrl_c(lambda: shutil.rmtree(staging, ignore_errors=True))
     except BaseException as error:
         with suppress(OSError):  # not empty: others use it meanwhile
-            for path in reversed(made):
+            for path in reversed(new_folders):
                 path.rmdir()
         if isinstance(error, OSError):
             raise _refused(error, target, kept) from error
@@ -225,13 +225,13 @@ def may_pass(error: BaseException) -> bool:
     return any(isinstance(each, (OSError, MemoryError, KeyboardInterrupt)) for each in causes)
 
 
-def _make(folder: Path, made: list[Path]) -> None:
-    """Create a folder and its parents, and append those that did not exist to `made`."""
+def _make(folder: Path, new_folders: list[Path]) -> None:
+    """Create a folder and its parents, and append those that did not exist to `new_folders`."""
     if not folder.is_dir():
-        _make(folder.parent, made)
+        _make(folder.parent, new_folders)
         try:
             folder.mkdir()
-            made.append(folder)
+            new_folders.append(folder)
         except FileExistsError:
             if not folder.is_dir():  # otherwise another process was faster
                 raise

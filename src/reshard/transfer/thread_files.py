@@ -38,7 +38,7 @@ class OpenFiles:
             parts = list(parts)
             end = file.fill(parts)
             self.read_bytes += sum(len(part) for _, part in parts)
-            found = None if end is None else f"{file.size} bytes"
+            length = None if end is None else f"{file.size} bytes"
         except OSError as error:
             raise unreadable(path, error) from error
         if end is not None:
@@ -47,7 +47,7 @@ class OpenFiles:
                 "a file is shorter than expected",
                 file=path,
                 expected=f"at least {end} bytes",
-                found=found,
+                found=length,
                 remedy="the file changed or was cut short while it was read: copy it again",
             )
 
