@@ -173,7 +173,7 @@ def test_what_is_no_checkpoint_is_not_taken_for_one_by_its_name(tmp_path: Path) 
     saved = saved_in(tmp_path)
     assert saved.last and saved.last.path.name == "step_9.pt"
     (tmp_path / "step_9.pt").unlink()
-    assert [each.path.name for each in saved_in(tmp_path).found] == ["step_8.pt"]
+    assert [each.path.name for each in saved_in(tmp_path).checkpoints] == ["step_8.pt"]
 
 
 @pytest.mark.core("1", "10")

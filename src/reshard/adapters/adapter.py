@@ -118,7 +118,7 @@ def read_adapter(checkpoint: Checkpoint, name: str | None = None, alpha: float |
     others = sum(
         checkpoint.tensors[key].nbytes for key, part in parsed.items() if _is_of_another(part, chosen)
     )
-    return Adapter(pairs, *_whole(checkpoint, parsed, chosen, settings), settings, others)
+    return Adapter(pairs, *_whole_weights(checkpoint, parsed, chosen, settings), settings, others)
 
 
 def _is_grouped(key: str, tensor: Tensor) -> bool:
@@ -143,7 +143,7 @@ def _is_of_another(part: PairPart | WholeWeight, chosen: str) -> bool:
     return (isinstance(part, PairPart) or part.trained) and part.adapter != chosen
 
 
-def _whole(
+def _whole_weights(
     checkpoint: Checkpoint,
     parsed: Mapping[str, PairPart | WholeWeight],
     chosen: str,

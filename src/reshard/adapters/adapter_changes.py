@@ -65,22 +65,22 @@ class ExpertChanges:
     count: int
     names: Mapping[str, str]
     shapes: Mapping[str, tuple[int, int]]
-    found: dict[tuple[int, str], ScaledPair] = field(default_factory=dict)
+    changes: dict[tuple[int, str], ScaledPair] = field(default_factory=dict)
 
     @property
     def roles(self) -> list[str]:
         """The roles that the adapter changes in any expert."""
-        return [role for role in self.shapes if any(role == each for _, each in self.found)]
+        return [role for role in self.shapes if any(role == each for _, each in self.changes)]
 
     def complete(self) -> dict[tuple[int, str], ScaledPair]:
         """A change of every matrix of every expert: of one rank for each role, and none where there is none."""
         result = {}
         for role, shape in self.shapes.items():
-            of_role = [change for (_, each), change in self.found.items() if each == role]
-            some = of_role or list(self.found.values())
+            of_role = [change for (_, each), change in self.changes.items() if each == role]
+            some = of_role or list(self.changes.values())
             rank = max(change.pair.rank for change in some)
             for index in range(self.count):
-                change = self.found.get((index, role)) or some[0].zero_change(*shape)
+                change = self.changes.get((index, role)) or some[0].zero_change(*shape)
                 result[index, role] = change.padded(rank)
         return result
 
@@ -96,7 +96,7 @@ class AdapterChanges(NamedTuple):
         """All changes of single matrices, by names for messages."""
         yield from self.linears.items()
         for experts in self.experts:
-            for (index, role), change in experts.found.items():
+            for (index, role), change in experts.changes.items():
                 yield f"{experts.module}.{index}.{role}", change
 
 
@@ -110,17 +110,17 @@ def changes(adapter: Adapter, weights: Mapping[str, Tensor], *, turned: bool) ->
         if isinstance(target, Problem):
             problems.append(target)
             continue
-        place = _place(target.weight, sizes)
+        place = _expert_position(target.weight, sizes)
         name = target.weight.removesuffix(".weight")
         earlier = [linears.get(name)]
         if place:
             layer = layers.setdefault(place.layer.module, place.layer)
-            earlier = [layer.found.get(key) for key in place.keys]
-            layer.found |= dict(zip(place.keys, place.changes(target), strict=True))
+            earlier = [layer.changes.get(key) for key in place.keys]
+            layer.changes |= dict(zip(place.keys, place.changes(target), strict=True))
         else:
             linears[name] = ScaledPair(target.pairs[0], target.scale)
         if any(earlier):
-            problems.append(_twice(module, name))
+            problems.append(_changed_twice_problem(module, name))
     return AdapterChanges(linears, list(layers.values()), problems)
 
 
@@ -136,7 +136,7 @@ class _ExpertPosition(NamedTuple):
         return [ScaledPair(pair, target.scale) for pair in pairs]
 
 
-def _place(weight: str, layers: Mapping[str, ExpertChanges]) -> _ExpertPosition | None:
+def _expert_position(weight: str, layers: Mapping[str, ExpertChanges]) -> _ExpertPosition | None:
     if match := _OF_EXPERT.fullmatch(weight):
         return _ExpertPosition(
             layers[match["module"]], [(int(match["index"]), ROLE_OF_PROJECTION[match["name"]])]
@@ -183,7 +183,7 @@ def _stack(module: str, gate_up: tuple[int, ...], down: tuple[int, ...]) -> Expe
     return _TransposedExperts(module, count, {}, {GATE_UP: (columns, rows), DOWN: (down[2], down[1])})
 
 
-def _twice(module: str, weight: str) -> Problem:
+def _changed_twice_problem(module: str, weight: str) -> Problem:
     return Problem(
         "adapter-changes-twice",
         "two pairs of the adapter change the same weight",

@@ -48,10 +48,10 @@ class ExpertLayout(NamedTuple):
 
 def expert_layout(settings: AdapterSettings, *, transposed: bool) -> ExpertLayout:
     """The layout according to the settings. `transposed` says that the module in memory has `is_transposed`."""
-    return ExpertLayout(_turned(settings, transposed), _by_expert(settings))
+    return ExpertLayout(_is_transposed(settings, transposed), _by_expert(settings))
 
 
-def _turned(settings: AdapterSettings, transposed: bool) -> bool | None:
+def _is_transposed(settings: AdapterSettings, transposed: bool) -> bool | None:
     """A development build does not say which changes it has."""
     release = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(?!.*dev).*", str(settings.config.get(VERSION)))
     if not release:

@@ -84,7 +84,7 @@ def _under_hub_names(
     """One tensor under Hub names; a fused one becomes several."""
     part = _parse(name)
     if part is None:
-        yield from _whole(name, tensor, owners)
+        yield from _whole_weight(name, tensor, owners)
         return
     hubs = sorted(owners.get(f"{part.module}.weight", ()), key=lambda item: _first_row(item[1]))
     linear = part.module.rpartition(".")[2]
@@ -152,7 +152,7 @@ def _in_order(tensor: Tensor, part: _PairHalf, linear: str) -> View:
     return view.reshape(*outer, rows // (2 * tp), rank).permute(1, 0, 2, 3).reshape(rows, rank)
 
 
-def _whole(
+def _whole_weight(
     name: str, tensor: Tensor, owners: Mapping[str, list[tuple[str, BoundTensor]]]
 ) -> Iterator[tuple[str, Tensor]]:
     """A fully trained weight, or one of the base."""

@@ -173,13 +173,13 @@ def _sum(weight: Tensor, pair: LowRankPair, target: MergeTarget, adapter: Adapte
     if straight and not (adapter.settings.config.get("fan_in_fan_out") and out == width):
         left, right, by_column = pair.b, pair.a, False
     else:
-        left, right, by_column = _turned(pair.a), _turned(pair.b), True
+        left, right, by_column = _transposed_tensor(pair.a), _transposed_tensor(pair.b), True
     rounded = target.rounded and pair.magnitude is None
     delta = WeightDelta(left, right, target.scale, rounded, pair.magnitude, by_column)
     return View.of(MergedWeight(weight, delta, weight.dtype), *weight.shape)
 
 
-def _turned(tensor: Tensor) -> Tensor:
+def _transposed_tensor(tensor: Tensor) -> Tensor:
     return Tensor(tensor.dtype, tensor.view.permute(1, 0))
 
 

@@ -197,7 +197,7 @@ def patterns(values: Mapping[str, Any], usual: Any) -> dict[str, Any]:
     """The values that differ from the usual one, by expressions for the names of modules, as few as possible."""
     groups: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        groups.setdefault(_alike(name), {})[name] = value
+        groups.setdefault(_layer_pattern(name), {})[name] = value
     shortest: dict[str, Any] = {}
     for pattern, members in groups.items():
         if len({*members.values()}) == 1:
@@ -207,6 +207,6 @@ def patterns(values: Mapping[str, Any], usual: Any) -> dict[str, Any]:
     return {pattern: value for pattern, value in shortest.items() if value != usual}
 
 
-def _alike(name: str) -> str:
+def _layer_pattern(name: str) -> str:
     """An expression for a module in all layers and experts."""
     return "^" + re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(name))

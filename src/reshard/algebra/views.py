@@ -182,7 +182,7 @@ def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 
 @lru_cache(maxsize=4096)  # the layers of a model repeat the same few shapes
-def _whole(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> tuple[Axis, ...] | None:
+def _whole_axes(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> tuple[Axis, ...] | None:
     """The axes of a complete tensor; None if it is empty."""
     mine = row_major(shape)
     return _merged(zip(shape, strides or mine, mine, strict=True)) if prod(shape) else None
@@ -203,7 +203,7 @@ class View:
     @staticmethod
     def of(source: Hashable, *shape: int, start: int = 0, strides: Sequence[int] | None = None) -> View:
         """All of `source` as a tensor of `shape`, from `start`, contiguous unless `strides` are given."""
-        axes = _whole(shape, tuple(strides) if strides else None)
+        axes = _whole_axes(shape, tuple(strides) if strides else None)
         return View(shape, () if axes is None else (Piece(source, start, 0, axes),))
 
     @property

@@ -92,11 +92,11 @@ def stream(
     arguments.check_optional("boxes", boxes, dictionary('{"lm_head.weight": slice(0, 8)}'))
     arguments.settle()
     if names is not None and boxes is not None and (others := boxes.keys() - set(names)):
-        arguments.wrong("boxes", sorted(others), "names that are in `names`, too")
+        arguments.reject("boxes", sorted(others), "names that are in `names`, too")
     if experts is not None and not (
         isinstance(experts, range) and experts.step == 1 and 0 <= experts.start < experts.stop
     ):
-        arguments.wrong("experts", experts, "a range of numbers in order, for example range(0, 8)")
+        arguments.reject("experts", experts, "a range of numbers in order, for example range(0, 8)")
     weights = opened(arguments, path, opening)
     selection = Selection(names, boxes, experts)
     selection.of(weights)  # raises for unknown names before anything is read

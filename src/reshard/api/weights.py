@@ -77,6 +77,6 @@ def opened(arguments: Arguments, path: StrPath | Weights, opening: Mapping[str, 
     Raises ReshardError with all problems of the function's arguments that `arguments` has recorded.
     """
     if isinstance(path, Weights) and opening:
-        arguments.wrong("path", path, f"a path, because {', '.join(opening)} is for opening it")
+        arguments.reject("path", path, f"a path, because {', '.join(opening)} is for opening it")
     arguments.settle()
     return path if isinstance(path, Weights) else open(path, **opening)

@@ -40,14 +40,14 @@ class Arguments:
             self.problems += error.problems
         except ValueError:
             near = meant(value, kind.choices) if isinstance(value, str) else None
-            self.wrong(name, value, kind.expected, f"did you mean {name}={near!r}?" if near else None)
+            self.reject(name, value, kind.expected, f"did you mean {name}={near!r}?" if near else None)
         return None
 
     def check_optional(self, name: str, value: Any, kind: Kind) -> Any:
         """The value of an argument that may also be None."""
         return None if value is None else self.check(name, value, kind)
 
-    def wrong(self, name: str, value: Any, expected: str, remedy: str | None = None) -> None:
+    def reject(self, name: str, value: Any, expected: str, remedy: str | None = None) -> None:
         """Record that a value is not what is `expected`."""
         self.problems.append(
             Problem(
@@ -126,7 +126,9 @@ def with_options(
     return decorate
 
 
-def _bound(name: str, signature: Signature, values: Sequence[Any], named: Mapping[str, Any]) -> BoundArguments:
+def _bound(
+    name: str, signature: Signature, values: Sequence[Any], named: Mapping[str, Any]
+) -> BoundArguments:
     """The arguments of a call by their names. Raises ArgumentsError unless the signature has them."""
     known = list(signature.parameters)
     problems = [

@@ -143,7 +143,7 @@ class RunFailedError(ReshardError):
     """A run failed after it had started, and may have left files behind. Commands exit with status 1."""
 
 
-def said(error: Exception) -> str:
+def type_and_message(error: Exception) -> str:
     """The type and message of an error. Arguments that are not strings are abbreviated, since they can be huge."""
     plain = all(isinstance(argument, str) for argument in error.args)
     return f"{type(error).__name__}: {error if plain else ', '.join(map(reprlib.repr, error.args))}"
@@ -166,7 +166,7 @@ def reading_values(file: PurePath) -> Iterator[None]:
             "value-of-wrong-kind",
             "a value has the wrong type for its format",
             file=str(file),
-            found=said(error),
+            found=type_and_message(error),
             remedy="the files are damaged or were edited: copy them again; if they are as a framework wrote them, "
             "please report what the same command prints with --debug",
         ) from error

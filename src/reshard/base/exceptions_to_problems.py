@@ -122,7 +122,9 @@ def too_long(error: OSError) -> Problem:
     """The problem of a path or name that no file can have."""
     path = os.fsencode(error.filename) if isinstance(error.filename, (str, bytes)) else b""
     name = max(path.split(b"/"), key=len)
-    length = f"a name of {len(name):,} bytes" if len(name) > LONGEST_NAME else f"a path of {len(path):,} bytes"
+    length = (
+        f"a name of {len(name):,} bytes" if len(name) > LONGEST_NAME else f"a path of {len(path):,} bytes"
+    )
     return Problem(
         "path-exceeds-limit",
         "a path is longer than the system allows",

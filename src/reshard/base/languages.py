@@ -46,5 +46,9 @@ class Text(str):
 
 def locale_language() -> str:
     """ "zh" if the environment is in Chinese, else "en"."""
-    locale_name = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
-    return "zh" if (locale_name or locale.getlocale()[0] or "").lower().startswith(("zh", "chinese")) else "en"
+    locale_name = next(
+        (os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), ""
+    )
+    return (
+        "zh" if (locale_name or locale.getlocale()[0] or "").lower().startswith(("zh", "chinese")) else "en"
+    )

@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from reshard.base.errors import Problem, said
+from reshard.base.errors import Problem, type_and_message
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -82,7 +82,7 @@ class Registry(UserDict[str, T]):
             leave_out(
                 "plugin-broken",
                 what,
-                said(error),
+                type_and_message(error),
                 "install a version of it that works with this reshard, or uninstall it",
             )
             return None

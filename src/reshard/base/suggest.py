@@ -16,8 +16,8 @@ def closest(name: str, known: Iterable[str], *, most: int = 1, cutoff: float = M
 
     Ignores case and leading dashes, and treats dashes as underscores.
     """
-    plain = {_plain(each): each for each in sorted(known)}
-    return [plain[each] for each in get_close_matches(_plain(name), plain, most, cutoff)]
+    plain = {_normal(each): each for each in sorted(known)}
+    return [plain[each] for each in get_close_matches(_normal(name), plain, most, cutoff)]
 
 
 def meant(name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str | None:
@@ -27,9 +27,11 @@ def meant(name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None =
     """
     known = list(known)
     for theirs, ours in (elsewhere or {}).items():
-        if _plain(theirs) == _plain(name) and ours.split()[0] in known:
+        if _normal(theirs) == _normal(name) and ours.split()[0] in known:
             return ours
-    begun = [each for each in known if _plain(each).startswith(_plain(name))] if len(_plain(name)) > 2 else []
+    begun = (
+        [each for each in known if _normal(each).startswith(_normal(name))] if len(_normal(name)) > 2 else []
+    )
     near = begun if len(begun) == 1 else closest(name, known)
     return near[0] if near else None
 
@@ -53,5 +55,5 @@ def similar_path(path: Path) -> Path | None:
     return None
 
 
-def _plain(name: str) -> str:
+def _normal(name: str) -> str:
     return name.lower().lstrip("-").replace("_", "-")

@@ -37,7 +37,7 @@ def command(
       reshard average a b c soup --weights 2,1,1                    a counts twice
       reshard average hf ckpt mean --to megatron --tp 2             mixed formats
     """
-    convert.shown(
+    convert.run_conversion(
         lambda **hooks: averaged(ckpts, dst, replace(options, **hooks)),
         dst,
         quiet=quiet,

@@ -132,9 +132,9 @@ class Interrupted(KeyboardInterrupt):
 
     def __str__(self) -> str:
         by = "" if self.signal == signal.SIGINT else f" by {signal.Signals(self.signal).name}"
-        return f"interrupted{by}: {f'{self.complete} is complete' if self.complete else self._left()}"
+        return f"interrupted{by}: {f'{self.complete} is complete' if self.complete else self._state_text()}"
 
-    def _left(self) -> str:
+    def _state_text(self) -> str:
         if self.kept is None:
             return "nothing was changed"
         written = f"{size(self.kept.nbytes or 0)} of {size(self.kept.total or 0)} are written and kept"

@@ -56,7 +56,7 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, options: Conve
       reshard convert lora merged --merge --base model    a LoRA adapter into its base
       reshard convert ckpt model.gguf --quantize q8_0     any checkpoint to llama.cpp
     """
-    shown(
+    run_conversion(
         lambda **hooks: conversion.converted(src, dst, replace(options, **hooks)),
         dst,
         quiet=quiet,
@@ -65,7 +65,7 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, options: Conve
     )
 
 
-def shown(
+def run_conversion(
     convert: Callable[..., Conversion],
     dst: Path,
     *,

@@ -32,7 +32,7 @@ class Place(NamedTuple):
     """Text by which a startup file is known to need no line."""
 
 
-def _place(shell: str) -> Place:
+def _completion_place(shell: str) -> Place:
     home = Path.home()
     data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local/share")
     config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
@@ -87,7 +87,7 @@ def command(shell: str | None, *, json_output: bool, options: Flags) -> None:
     if options.only_print:
         click.echo(script(shell), nl=False)
         return
-    place = _place(shell)
+    place = _completion_place(shell)
     place.file.parent.mkdir(parents=True, exist_ok=True)
     place.file.write_text(script(shell), encoding="utf-8")
     startup = place.startup.read_text(errors="replace") if place.line and place.startup.is_file() else ""

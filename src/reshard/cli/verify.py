@@ -159,7 +159,9 @@ def _print_recast(comparison: Comparison) -> None:
         heading, _, which = line.partition(":")
         stdout().print(f"[bold yellow]{escape(heading)}:[/]{escape(which)}")
     if not comparison.different and (rest := comparison.tensors - len(comparison.rows)):
-        rounded = f", {len(comparison.rounded)} of them but for rounding" if comparison.rounded else ", bit for bit"
+        rounded = (
+            f", {len(comparison.rounded)} of them but for rounding" if comparison.rounded else ", bit for bit"
+        )
         stdout().print(f"[bold green]equal:[/] {_count_of(rest, 'tensor')}{rounded}")
 
 
@@ -196,11 +198,13 @@ def print_comparison(comparison: Comparison) -> None:
     elif comparison.rounded:
         _print_rounded(comparison)
     else:
-        console.print(f"[bold green]equal:[/] {comparison.tensors} tensors, {size(comparison.nbytes)}, bit for bit")
-    if comparison.logits:
-        verdict = "[bold green]agree[/]" if comparison.logits["equal"] else "[bold red]differ[/]"
         console.print(
-            f"logits {verdict}: largest difference {comparison.logits['difference']:.2e} of {comparison.logits['scale']:.3g}, "
-            f"relative {comparison.logits['relative']:.2e}, threshold {comparison.logits['threshold']:.0e} "
-            f"({comparison.logits['tokens']} tokens; {comparison.logits['a']} and {comparison.logits['b']})"
+            f"[bold green]equal:[/] {comparison.tensors} tensors, {size(comparison.nbytes)}, bit for bit"
+        )
+    if logits := comparison.logits:
+        verdict = "[bold green]agree[/]" if logits["equal"] else "[bold red]differ[/]"
+        console.print(
+            f"logits {verdict}: largest difference {logits['difference']:.2e} of {logits['scale']:.3g}, "
+            f"relative {logits['relative']:.2e}, threshold {logits['threshold']:.0e} "
+            f"({logits['tokens']} tokens; {logits['a']} and {logits['b']})"
         )

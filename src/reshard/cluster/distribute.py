@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from reshard.base.errors import ReshardError, said
+from reshard.base.errors import ReshardError, type_and_message
 from reshard.cluster.executors import Executor
 from reshard.cluster.plan_parts import PartOutcome, PlanPart, cut
 from reshard.transfer import part_claims
@@ -202,10 +202,11 @@ def _lost(part: PlanPart, tries: int, error: BaseException) -> ReshardError:
             found=str(error),
             remedy="install the same version of reshard, with what it needs, on all nodes",
         )
+    last = type_and_message(error) if isinstance(error, Exception) else "cancelled"
     return ReshardError(
         "workers-lost",
         "workers died while they were writing a part of the output",
-        found=f"{part}: {tries} times, at last {said(error) if isinstance(error, Exception) else 'cancelled'}",
+        found=f"{part}: {tries} times, at last {last}",
         remedy="see in the log of the workers why they ended (out of memory, preempted), then run the same command "
         "again: it continues",
     )

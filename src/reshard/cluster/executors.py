@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, Protocol, TypeVar
 
-from reshard.base.errors import ReshardError, said
+from reshard.base.errors import ReshardError, type_and_message
 from reshard.base.missing_packages import install_command
 from reshard.cluster.slurm_executor import NO_LIMIT, Slurm, check_texts, silent
 from reshard.stores import is_remote
@@ -100,7 +100,7 @@ def _parsed(on: str) -> tuple[type[Any], str]:
 
 def _silent(name: str, address: str, error: Exception | str) -> ReshardError:
     return silent(
-        error if isinstance(error, str) else said(error),
+        error if isinstance(error, str) else type_and_message(error),
         name,
         expected=f"a cluster at {address}" if address else "a cluster",
         remedy="check the address, and that its scheduler and workers run",

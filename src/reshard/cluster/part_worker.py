@@ -14,7 +14,7 @@ from threading import Lock
 
 import numpy as np
 
-from reshard.base.errors import ReshardError, cause_of, said
+from reshard.base.errors import ReshardError, cause_of, type_and_message
 from reshard.cluster import executors
 from reshard.cluster.distribute import PartOrder, spread
 from reshard.cluster.plan_parts import PartOutcome, execute_part
@@ -102,7 +102,7 @@ class PartWorker:
         except Exception as error:
             known = isinstance(error, (ReshardError, OSError, MemoryError))
             text = "".join(traceback.format_exception(error))
-            return PartOutcome(error=error if known else RuntimeError(f"{said(error)}\n{text}"))
+            return PartOutcome(error=error if known else RuntimeError(f"{type_and_message(error)}\n{text}"))
 
     def _done(self, order: PartOrder, is_stopped: Callable[[], bool]) -> PartOutcome:
         plan, memory = self._plan()

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from reshard.base.errors import UNUSABLE, ReshardError, said
+from reshard.base.errors import UNUSABLE, ReshardError, type_and_message
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -173,7 +173,7 @@ def longest_array() -> int:
     except subprocess.CalledProcessError as error:
         raise silent(_last_line(error.stderr)) from error
     except (OSError, subprocess.SubprocessError) as error:
-        raise silent(said(error)) from error
+        raise silent(type_and_message(error)) from error
     match = re.search(r"(?m)^MaxArraySize\s*=\s*(\d+)", settings)
     return max(1, int(match[1])) if match else USUAL_ARRAY_SIZE
 
@@ -225,7 +225,7 @@ def submitit_executor(folder: Path, cluster: str, parameters: Mapping[str, Any],
         executor = import_module("submitit").AutoExecutor(folder=folder, cluster=cluster, **more)
         executor.update_parameters(**parameters)
     except (NameError, *UNUSABLE) as error:
-        raise settings_error(said(error).partition(" Valid arguments")[0]) from error
+        raise settings_error(type_and_message(error).partition(" Valid arguments")[0]) from error
     return executor
 
 

@@ -125,7 +125,7 @@ def prove(plan: Plan, checkpoint: Checkpoint, on_count: OnCount = lambda done, c
     `on_count` is called with the number of compiled views and their total.
     """
     usage = PlanUsage(plan, on_count)
-    source_usage = _Held(plan, checkpoint, usage)
+    source_usage = _SourceUsage(plan, checkpoint, usage)
     source = source_usage.settled()
     return Proof(source, usage.written, [*usage.faults, *source_usage.faults])
 
@@ -249,7 +249,9 @@ def _other_sources(plan: Plan, record: Mapping[str, Any]) -> Iterator[Problem]:
 def _other_files(plan: Plan, record: Mapping[str, Any], output: Path) -> Iterator[Problem]:
     """A problem for each file that the plan would write differently from the record."""
     users_files = record.get("options", {}).get("beside", ())
-    recorded = {name: int(each["bytes"]) for name, each in record[FILES_KEY].items() if name not in users_files}
+    recorded = {
+        name: int(each["bytes"]) for name, each in record[FILES_KEY].items() if name not in users_files
+    }
     planned = {file.path: file.size for file in plan.files}
     for name in sorted(recorded.keys() | planned.keys()):
         if recorded.get(name) != planned.get(name):
@@ -268,11 +270,11 @@ class _Part(NamedTuple):
     """Bytes of a storage that a rule may drop."""
 
     rule: str
-    held: Multiset
+    positions: Multiset
     pieces: list[tuple[Cells, Piece]]
 
 
-class _Held:
+class _SourceUsage:
     """The tensors of a source by storage, and how much of each a plan uses."""
 
     def __init__(self, plan: Plan, checkpoint: Checkpoint, usage: PlanUsage) -> None:
@@ -349,7 +351,7 @@ class _Held:
         unused: Counter[str] = Counter()
         for storage in self._stored:
             used, taken = self._settled(storage)
-            source.elements += self._elements(storage, self._whole(storage).numel)
+            source.elements += self._elements(storage, self._tensor_bytes(storage).numel)
             source.used += self._elements(storage, used)
             source.shared += self._elements(storage, usage.shared(storage))
             for rule, nbytes in taken.items():
@@ -367,14 +369,14 @@ class _Held:
             )
         return source
 
-    def _whole(self, storage: Storage) -> Multiset:
+    def _tensor_bytes(self, storage: Storage) -> Multiset:
         """The bytes of a storage that belong to tensors. Bytes that several tensors share count once."""
         return total(set(self._stored[storage].values()))
 
     def _settled(self, storage: Storage) -> tuple[int, dict[str, int]]:
         """How many bytes of a storage are used, and how many each rule drops."""
         used = self._usage.used(storage)
-        rest = self._whole(storage).minus(used)
+        rest = self._tensor_bytes(storage).minus(used)
         taken = {} if rest == Multiset() else self._explained(storage, rest)
         return self._swept(storage) if taken is None else (used.numel, taken)
 
@@ -386,9 +388,9 @@ class _Held:
         """The unused bytes by rule, if rules drop exactly these; else None."""
         taken: dict[str, int] = {}
         for part in self._parts(storage):
-            if rest.numel >= part.held.numel and rest != Multiset():
-                rest = rest.minus(part.held)
-                taken[part.rule] = taken.get(part.rule, 0) + part.held.numel
+            if rest.numel >= part.positions.numel and rest != Multiset():
+                rest = rest.minus(part.positions)
+                taken[part.rule] = taken.get(part.rule, 0) + part.positions.numel
         return taken if rest == Multiset() else None
 
     def _parts(self, storage: Storage) -> Iterator[_Part]:
@@ -398,13 +400,13 @@ class _Held:
             rule = self._rule(name)
             view = tensor.view if rule else self._padding(tensor)
             if view is not None:
-                yield _part(rule or PADDING, view, storage)
+                yield _droppable_part(rule or PADDING, view, storage)
         yield from self._copies.get(storage, ())
         whole = (*WHOLE, *sorted(self._plan.left_out))
         rules = " or ".join(rule for rule in whole if rule in self._plan.dropped)
         for tensor in tensors.values() if rules else ():
             if not any(map(self._counts, storages_of(tensor.view))):
-                yield _part(rules, tensor.view, storage)
+                yield _droppable_part(rules, tensor.view, storage)
 
     def _rule(self, name: str) -> str | None:
         """The rule that drops this complete tensor, if there is one."""
@@ -430,7 +432,7 @@ class _Held:
     def _swept(self, storage: Storage) -> tuple[int, dict[str, int]]:
         """Count how often each byte is used. Bytes that are never used, or more than once, are faults."""
         if storage.nbytes > LARGEST:
-            names, whole = listed(sorted(self._stored[storage]), 3), self._whole(storage).numel
+            names, whole = listed(sorted(self._stored[storage]), 3), self._tensor_bytes(storage).numel
             uses = f"{self._usage.used(storage).numel:,} uses of {whole:,} bytes"
             self.faults.append(UsageFault(names, f"not every element is used once: {uses}"))
             return 0, {}
@@ -465,7 +467,7 @@ class _Held:
         return np.maximum(counts, _counted(storage, self._usage.inputs(storage)) > 0)
 
 
-def _part(rule: str, view: View, storage: Storage) -> _Part:
+def _droppable_part(rule: str, view: View, storage: Storage) -> _Part:
     pieces = [each for each in stored_pieces(view) if each[0].storage == storage]
     return _Part(rule, total(bytes_of(*each) for each in pieces), pieces)
 

@@ -160,7 +160,7 @@ def inspect_checkpoint(
     notes = [*checkpoint.notes, *unknown, *(model.notes if model else [])]
     if checkpoint.quantization and not checkpoint.quantization.settings:
         notes.append(UNTOLD)
-    plain = _plain(checkpoint)
+    plain = _plain_checkpoint(checkpoint)
     notes += _other_ranks(checkpoint, path)
     unfit, differing = _for_engines(plain, base) if model and plain and not problems else ([], [])
     notes += [*unfit, *differing]
@@ -204,7 +204,7 @@ def _carried(model: Model) -> dict[str, dict[str, int]]:
     }
 
 
-def _plain(checkpoint: Checkpoint) -> Checkpoint | None:
+def _plain_checkpoint(checkpoint: Checkpoint) -> Checkpoint | None:
     """The checkpoint with the weights that an engine would get; None if they remain quantized."""
     try:
         return None if checkpoint.problems else dequantized(checkpoint)

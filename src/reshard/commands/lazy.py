@@ -98,7 +98,7 @@ class LazyTensor:
             at = next(i for i, item in enumerate(items) if item is Ellipsis)
             omitted = len(self.shape) - len(items) + 1
             items = (*items[:at], *[slice(None)] * omitted, *items[at + 1 :])
-        plain = tuple(item if isinstance(item, slice) else _whole(item) for item in items)
+        plain = tuple(item if isinstance(item, slice) else _as_integer(item) for item in items)
         if any(item is None or (isinstance(item, slice) and item.step not in (None, 1)) for item in plain):
             raise ReshardError(
                 "tensor-index-unsupported",
@@ -120,7 +120,7 @@ class LazyTensor:
         with self._reading(self.files) as gatherer:
             elements = gatherer.read(self.tensor, 0, self.size)
         lost = gatherer.take_lost()
-        if overflow := lost.of(count_nonfinite(elements, self._dtype) if lost.found else 0):
+        if overflow := lost.of(count_nonfinite(elements, self._dtype) if lost.overflow else 0):
             raise ReshardError(overflow_problem(self.name, overflow))
         return elements.reshape(self.shape)
 
@@ -196,7 +196,7 @@ def torch_device(device: str | torchlib.device | None) -> Any:
         ) from None
 
 
-def _whole(item: Any) -> int | None:
+def _as_integer(item: Any) -> int | None:
     """`item` as an integer, or None if it is not an integer."""
     if isinstance(item, (bool, np.bool_)):
         return None

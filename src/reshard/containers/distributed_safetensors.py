@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import assemble, overlaps
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, said
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, type_and_message
 from reshard.base.plain_json import json_of
 from reshard.containers.torchfiles.untrusted import MAX_NUMBER, shape_of
 
@@ -51,7 +51,7 @@ def parts_in(
             "the offsets of parts of tensors cannot be read",
             file=str(file),
             rule=f"{_KEY} in the metadata has the offsets of each tensor",
-            found=said(error),
+            found=type_and_message(error),
             remedy="copy the file again from where it was saved",
         ) from None
 
@@ -70,16 +70,16 @@ def joined_parts(name: str, parts: list[TensorSlice]) -> Tensor | Problem:
     first, *others = parts
     for part in others:
         if first.low is None or part.low is None:
-            return _twice(name, first.tensor, part.tensor)
+            return _repeated_problem(name, first.tensor, part.tensor)
         if (part.tensor.dtype, len(part.low)) != (first.tensor.dtype, len(first.low)):
-            return _unlike(name, first.tensor, part.tensor)
+            return _mismatch_problem(name, first.tensor, part.tensor)
     if not others and not any(first.low or ()):
         return first.tensor
     shape = tuple(map(max, zip(*map(_end, parts), strict=True)))
     whole = assemble(shape, [(part.low or (), part.tensor.view) for part in parts])
     stored = sum(part.tensor.view.numel for part in parts)
     if stored != whole.numel or overlaps(whole):
-        return _incomplete(name, shape, stored, parts)
+        return _incomplete_problem(name, shape, stored, parts)
     return Tensor(first.tensor.dtype, whole)
 
 
@@ -87,7 +87,7 @@ def _end(part: TensorSlice) -> tuple[int, ...]:
     return tuple(low + size for low, size in zip(part.low or (), part.tensor.shape, strict=True))
 
 
-def _twice(name: str, first: Tensor, other: Tensor) -> Problem:
+def _repeated_problem(name: str, first: Tensor, other: Tensor) -> Problem:
     return Problem(
         "tensor-in-two-files",
         "a tensor is in more than one file",
@@ -100,7 +100,7 @@ def _twice(name: str, first: Tensor, other: Tensor) -> Problem:
     )
 
 
-def _unlike(name: str, first: Tensor, other: Tensor) -> Problem:
+def _mismatch_problem(name: str, first: Tensor, other: Tensor) -> Problem:
     return Problem(
         "parts-unlike",
         "the parts of a tensor do not belong together",
@@ -112,7 +112,7 @@ def _unlike(name: str, first: Tensor, other: Tensor) -> Problem:
     )
 
 
-def _incomplete(name: str, shape: tuple[int, ...], stored: int, parts: list[TensorSlice]) -> Problem:
+def _incomplete_problem(name: str, shape: tuple[int, ...], stored: int, parts: list[TensorSlice]) -> Problem:
     missing = stored < prod(shape)
     return Problem(
         "parts-missing" if missing else "parts-overlap",

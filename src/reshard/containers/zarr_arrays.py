@@ -19,7 +19,7 @@ from typing import Any
 
 from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.storage import Storage, StoredTensor
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed, said
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed, type_and_message
 from reshard.base.plain_json import json_of
 from reshard.containers.dcp_metadata import DcpChunk, DcpTensor
 from reshard.containers.torchfiles.untrusted import shape_of
@@ -79,7 +79,7 @@ def read_array(folder: Path, sources: Sources) -> ZarrArray:
         if len(shape) != len(grid) or 0 in grid:
             raise ValueError(f"chunks of {list(grid)} in a shape of {list(shape)}")
     except UNUSABLE as error:
-        raise _unreadable(folder, said(error)) from error
+        raise _unreadable(folder, type_and_message(error)) from error
     return ZarrArray(dtype, shape, list(_chunks(folder, dtype, shape, grid)), folder, grid)
 
 
@@ -90,7 +90,7 @@ def _read_zarray(folder: Path, sources: Sources) -> dict[str, Any]:
     except OSError as error:
         raise _unreadable(folder, error.strerror or "it cannot be read") from None
     except ValueError as error:
-        raise _unreadable(folder, said(error)) from None
+        raise _unreadable(folder, type_and_message(error)) from None
     if not isinstance(metadata, dict):
         raise _unreadable(folder, reprlib.repr(metadata))
     return metadata

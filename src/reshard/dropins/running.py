@@ -10,7 +10,7 @@ import click
 
 from reshard.base.errors import ReshardError
 from reshard.cli import main
-from reshard.cli.convert import shown
+from reshard.cli.convert import run_conversion
 from reshard.commands.conversion import Conversion, convert
 from reshard.commands.options import RunOptions
 from reshard.formats.options import ConversionOptions
@@ -44,7 +44,7 @@ def convert_as_asked(
 
         return convert(source, target, options, RunOptions(on_plan=planned, **how, **hooks))
 
-    shown(converted, target, quiet=False, json_output=False)
+    run_conversion(converted, target, quiet=False, json_output=False)
 
 
 def refuse(option: str, why: str, remedy: str) -> ReshardError:

@@ -60,7 +60,7 @@ class CarriedTensors:
             yield from tower.rules(carried, self.hub, own, config)
             return
         for name, shape in carried.items():
-            view = native(own + name.removeprefix(self.hub), *self._turned(shape))
+            view = native(own + name.removeprefix(self.hub), *self._transposed_shape(shape))
             yield Rule(name, view.permute(1, 0) if self.transposed else view)
 
     def on_hub(
@@ -73,7 +73,7 @@ class CarriedTensors:
         for hub, part in each:
             yield self.hub + hub, part.permute(1, 0) if self.transposed else part
 
-    def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _transposed_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[::-1] if self.transposed else shape
 
 
@@ -123,7 +123,7 @@ class OuterModel:
             names = {name: shape for name, shape in carried.items() if self.part(name, native=False) is part}
             yield from part.rules(names, engine, config)
 
-    def missing(self, carried: Iterable[str], *, optional: bool = False) -> list[str]:
+    def missing_parts(self, carried: Iterable[str], *, optional: bool = False) -> list[str]:
         """The prefixes of the required (or `optional`) parts that have no tensor in `carried`."""
         names = list(carried)
         wanted = (part.hub for part in self.carried if part.optional == optional)

@@ -51,10 +51,10 @@ def rope_contradictions(config: Config) -> Iterator[str]:
 
 def rotary_base(rope: Config, default: float) -> int | float:
     """The rotary base, an integer if possible: Megatron-LM declares `--rotary-base` as an integer."""
-    return _whole(rope.get("rope_theta", default))
+    return _as_integer(rope.get("rope_theta", default))
 
 
-def _whole(number: Any) -> int | float:
+def _as_integer(number: Any) -> int | float:
     """A number, as an integer if possible."""
     value = float(number)
     return int(value) if value.is_integer() else value
@@ -102,7 +102,7 @@ class Rope(RotaryEmbedding):
         if rope.get("rope_type") == "llama3":
             args.update(use_rope_scaling=True, rope_scaling_factor=rope["factor"])
         if rope.get("rope_type") == "linear":
-            args[INTERPOLATION_ARGUMENT] = _whole(rope["factor"])
+            args[INTERPOLATION_ARGUMENT] = _as_integer(rope["factor"])
         return args
 
     def to_config(self, args: Args) -> Values:
@@ -137,7 +137,7 @@ class Rope(RotaryEmbedding):
         rope = rope_parameters(config)
         if rope.get("rope_type") == "dynamic":
             yield DYNAMIC_ROPE_NOTE
-        if rope.get("rope_type") == "linear" and not isinstance(_whole(rope["factor"]), int):
+        if rope.get("rope_type") == "linear" and not isinstance(_as_integer(rope["factor"]), int):
             yield f"factor of the linear rope is {rope['factor']}; Megatron-LM's command line has only integers"
 
 

@@ -135,9 +135,11 @@ def _checks(saved: FoundCheckpoint, draft: Path, request: FinalRequest) -> Itera
 
     def converted() -> str:
         options = _options_for(checkpoint, base, merge=request.merge, is_adapter=is_adapter)
-        conversion_result = convert(saved.path, draft, options, RunOptions())
-        assert_finite(conversion_result.report.nonfinite if conversion_result.report else [], draft, base)
-        return f"{conversion_result.plan.tensors} tensors, {conversion_result.plan.parameters:,} parameters, from {saved.path.name}"
+        written = convert(saved.path, draft, options, RunOptions())
+        assert_finite(written.report.nonfinite if written.report else [], draft, base)
+        return (
+            f"{written.plan.tensors} tensors, {written.plan.parameters:,} parameters, from {saved.path.name}"
+        )
 
     conversion = checked("converted", converted)
     yield conversion
@@ -196,7 +198,9 @@ def _options_for(
         merge=merge,
         no_tokenizer=not (own.has_tokenizer or theirs.has_tokenizer),
         beside={
-            name: file for name, file in extra_files.items() if file.suffix != ".py" and name != GENERATION_CONFIG
+            name: file
+            for name, file in extra_files.items()
+            if file.suffix != ".py" and name != GENERATION_CONFIG
         }
         if is_adapter and not merge
         else {},

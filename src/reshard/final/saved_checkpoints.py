@@ -74,33 +74,33 @@ class FoundCheckpoint:
 class SavedCheckpoints:
     """The checkpoints of a run, the latest first, and what incomplete ones lack. Of older ones nothing is known."""
 
-    found: list[FoundCheckpoint] = field(default_factory=list)
+    checkpoints: list[FoundCheckpoint] = field(default_factory=list)
     incomplete: dict[Path, list[str]] = field(default_factory=dict)
 
     @property
     def last(self) -> FoundCheckpoint | None:
         """The last complete one: all files are there, and the weights are finite."""
-        return next((each for each in self.found if not each.diverged), None)
+        return next((each for each in self.checkpoints if not each.diverged), None)
 
     @property
     def resumable(self) -> FoundCheckpoint | None:
         """The last complete one from which the run can continue."""
-        return next((each for each in self.found if each.resumable), None)
+        return next((each for each in self.checkpoints if each.resumable), None)
 
     @property
     def weights(self) -> FoundCheckpoint | None:
         """The last one that reshard can read, though its weights may be NaN; else the last one."""
-        readable = (each for each in self.found if each.format != OWN_FORMAT)
-        return next(readable, self.found[0] if self.found else None)
+        readable = (each for each in self.checkpoints if each.format != OWN_FORMAT)
+        return next(readable, self.checkpoints[0] if self.checkpoints else None)
 
 
 def saved_in(folder: Path, since: float = 0.0) -> SavedCheckpoints:
     """The checkpoints in `folder` that have changed since a time in Unix seconds, until a complete one is found."""
     saved = SavedCheckpoints()
     for when, place in sorted(_candidates(folder, since), reverse=True)[:MAX_OPENED]:
-        checkpoint = _found(when, place, folder)
+        checkpoint = _checkpoint_at(when, place, folder)
         if isinstance(checkpoint, FoundCheckpoint):
-            saved.found.append(checkpoint)
+            saved.checkpoints.append(checkpoint)
         elif checkpoint:
             saved.incomplete[place] = checkpoint
         if saved.resumable:
@@ -108,7 +108,7 @@ def saved_in(folder: Path, since: float = 0.0) -> SavedCheckpoints:
     return saved
 
 
-def _found(when: float, place: Path, top: Path) -> FoundCheckpoint | list[str]:
+def _checkpoint_at(when: float, place: Path, top: Path) -> FoundCheckpoint | list[str]:
     """A checkpoint, or what shows that it is none; nothing if it may be anything, or is `top` with its steps."""
     if lost := _lost(place):
         return lost
@@ -120,7 +120,7 @@ def _found(when: float, place: Path, top: Path) -> FoundCheckpoint | list[str]:
     except (ReshardError, OSError) as error:
         if any(mark in _pickled(place) for mark in OWN_MARKS):
             return FoundCheckpoint(place, step_of(place), OWN_FORMAT, when, tuple(_without_optimizer(place)))
-        return [_said(error)] if _is_step(place) else []
+        return [_problem_text(error)] if _is_step(place) else []
     return FoundCheckpoint(place, step_of(place), checkpoint.format, when, lacks)
 
 
@@ -135,7 +135,7 @@ def _is_step(place: Path) -> bool:
     return place.is_dir() and step_of(place) is not None
 
 
-def _said(error: Exception) -> str:
+def _problem_text(error: Exception) -> str:
     problem = error.problems[0] if isinstance(error, ReshardError) else None
     return f"{problem.message}: {problem.file}" if problem and problem.file else str(problem or error)
 

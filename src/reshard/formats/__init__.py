@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import UNUSABLE, ReshardError, reading_values, said
+from reshard.base.errors import UNUSABLE, ReshardError, reading_values, type_and_message
 from reshard.base.plugins import Registry, leave_out
 from reshard.base.quantities import size
 from reshard.base.suggest import did_you_mean
@@ -182,7 +182,7 @@ def _holds(path: Path, format: Format) -> bool:
         leave_out(
             "plugin-format-fails",
             f"the format {format.name} failed to detect whether a path is in it",
-            said(error),
+            type_and_message(error),
             "report it to its authors",
         )
         return False

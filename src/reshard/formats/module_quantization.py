@@ -65,10 +65,10 @@ class QuantizationSettings:
         if self._method not in (MODELOPT, COMPRESSED_TENSORS):
             return NOT_TOLD
         if module not in self._known:
-            self._known[module] = self._told(module)
+            self._known[module] = self._quantization_of(module)
         return self._known[module]
 
-    def _told(self, module: str) -> ModuleQuantization:
+    def _quantization_of(self, module: str) -> ModuleQuantization:
         named = self._by_name(module)
         if named is None and self._excluded.has(module):
             return NOT_QUANTIZED

@@ -99,9 +99,9 @@ def no_checkpoint(
     if whole:
         remedy = f"this is a part of a checkpoint: pass {whole}"
     elif several:
-        remedy = f"pass one of the checkpoints below it: {_listed(several)}"
+        remedy = f"pass one of the checkpoints below it: {_sorted_names(several)}"
     elif closed:
-        remedy = f"if the weights are in {_listed(closed)}, ask its owner for permission to read it"
+        remedy = f"if the weights are in {_sorted_names(closed)}, ask its owner for permission to read it"
     else:
         remedy = PASS_WEIGHTS
     return ReshardError(
@@ -110,7 +110,7 @@ def no_checkpoint(
             "no checkpoint found here",
             file=str(path),
             expected=f"one of the formats that `reshard support` lists: {', '.join(formats)}",
-            found=_listed(child.name for child in children) if path.is_dir() else path.name,
+            found=_sorted_names(child.name for child in children) if path.is_dir() else path.name,
             remedy=remedy,
         )
     )
@@ -140,10 +140,10 @@ def no_iteration(path: Path, iteration: Iteration) -> ReshardError:
         "the folder of this iteration does not exist",
         file=str(path),
         expected=f"--iteration {iteration}",
-        found=_listed(child.name for child in path.iterdir()) if path.is_dir() else path.name,
+        found=_sorted_names(child.name for child in path.iterdir()) if path.is_dir() else path.name,
         remedy="choose an existing one, or remove --iteration for the latest",
     )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _sorted_names(names: Iterable[str]) -> str:
     return listed(sorted(names), 8) or "an empty folder"

@@ -70,7 +70,7 @@ class TensorShards:
     ranks: int
     by_rank: dict[int, Tensor] = field(default_factory=dict)
 
-    def missing(self) -> list[int]:
+    def missing_ranks(self) -> list[int]:
         """The indexes of the ranks that have no shard."""
         return sorted(set(range(self.ranks)) - self.by_rank.keys())
 

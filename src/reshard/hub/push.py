@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from reshard.base.errors import ReshardError, listed, said
+from reshard.base.errors import ReshardError, listed, type_and_message
 from reshard.base.foreign_text import without_secrets
 from reshard.base.missing_packages import install_command
 from reshard.base.plain_json import json_of
@@ -306,4 +306,4 @@ def _explanation(error: BaseException) -> tuple[str, str, str]:
 def _text(error: Exception) -> str:
     """The text of an error and its causes, on one line."""
     cause = f", because of {_text(error.__cause__)}" if isinstance(error.__cause__, Exception) else ""
-    return " ".join(said(error).split()) + cause
+    return " ".join(type_and_message(error).split()) + cause

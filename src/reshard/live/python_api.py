@@ -77,7 +77,7 @@ def load_into(
     arguments = Arguments("load_into")
     chunks = list(module) if isinstance(module, (list, tuple)) else [module]
     if not chunks or not all(map(is_module, chunks)):
-        arguments.wrong("module", _kind(module), "a torch module, or the chunks of Megatron-Core")
+        arguments.reject("module", _kind(module), "a torch module, or the chunks of Megatron-Core")
     how, weights = _read(arguments, path, memory, workers, verify, opening)
     if all(map(megatron_chunks.is_chunk, chunks)):
         return megatron_chunks.load_chunks(chunks, weights, verify=verify)
@@ -142,7 +142,7 @@ def from_pretrained(
     arguments = Arguments("from_pretrained")
     arguments.check("trust_remote_code", trust_remote_code, SWITCH)
     if not (auto is None or hasattr(auto, "from_config") or hasattr(auto, "_from_config")):
-        arguments.wrong("auto", auto, "a class of transformers, for example AutoModelForCausalLM")
+        arguments.reject("auto", auto, "a class of transformers, for example AutoModelForCausalLM")
     arguments.check_optional("build", build, dictionary('{"attn_implementation": "eager"}'))
     how, weights = _read(arguments, path, memory, workers, verify, opening)
     return pretrained.from_pretrained(

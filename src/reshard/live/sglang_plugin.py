@@ -22,10 +22,10 @@ def register() -> None:
     from sglang.srt.server_args import add_load_format_choices
 
     add_load_format_choices([LOAD_FORMAT])
-    HookRegistry.register(f"{LOAD_CONFIG}.__post_init__", _named, HookType.BEFORE)
+    HookRegistry.register(f"{LOAD_CONFIG}.__post_init__", _put_class, HookType.BEFORE)
 
 
-def _named(config: Any) -> None:
+def _put_class(config: Any) -> None:
     """Put the class in place of its name, before SGLang compares it with its own formats."""
     if config.load_format == LOAD_FORMAT:
         from reshard.live.sglang import SGLangLoader

@@ -70,7 +70,7 @@ def load_into(module: torch.nn.Module, weights: Weights, how: ReadOptions) -> Lo
     if problems := [*sharded_otherwise(module, file)]:  # before it gathers all of them for its state_dict
         raise ReshardError(problems)
     places = _places(module)
-    planned = _named(places, weights)
+    planned = _planned_by_name(places, weights)
     names = {name for each in places for name in each.names}
     beyond = {name for name in planned.keys() - names if is_mtp(name, weights.plan.request.model)}
     planned = {name: each for name, each in planned.items() if name not in beyond}
@@ -136,7 +136,7 @@ def _box(tensor: torch.Tensor) -> tuple[slice, ...] | None:
     return tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
 
 
-def _named(places: Collection[_LocalTensor], weights: Weights) -> Mapping[str, Planned]:
+def _planned_by_name(places: Collection[_LocalTensor], weights: Weights) -> Mapping[str, Planned]:
     """The tensors of the checkpoint under the names of the module: those of the Hub, or those in memory."""
     names = {name for each in places for name in each.names}
     as_hub = weights.plan.by_name

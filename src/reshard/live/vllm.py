@@ -103,10 +103,10 @@ class VLLMLoader(BaseModelLoader):  # type: ignore[misc]
 
 
 def _opened(model_config: Any, options: Mapping[str, Any]) -> Weights:
-    return engine_loading.opened(ENGINE, _place(model_config), options)
+    return engine_loading.opened(ENGINE, _engine_model(model_config), options)
 
 
-def _place(model_config: Any) -> EngineModel:
+def _engine_model(model_config: Any) -> EngineModel:
     folder = engine_loading.with_revision(str(model_config.model), model_config.revision)
     return EngineModel(folder, model_config.quantization, model_config.hf_config_path)
 

@@ -73,7 +73,7 @@ class CarriedParts:
     def problems(self, carried: Shapes) -> list[Problem]:
         """A problem for each required part that has no tensors, and for each tensor that the folder has otherwise."""
         within = self.family.within
-        absent = within.missing(carried) if within else ()
+        absent = within.missing_parts(carried) if within else ()
         missing = _not_kept if self.checkpoint.native.is_part else _missing
         return [
             *(missing(self.checkpoint, self.family, prefix) for prefix in absent),
@@ -86,7 +86,7 @@ class CarriedParts:
             return []
         shapes = self.shapes()
         kinds = (True, False) if self.checkpoint.native.is_part else (True,)
-        return [hub for optional in kinds for hub in within.missing(shapes, optional=optional)]
+        return [hub for optional in kinds for hub in within.missing_parts(shapes, optional=optional)]
 
     def _respelled(self, within: OuterModel) -> CarriedParts:
         """The same with the tensors of parts that other releases of the engine spell otherwise under today's names."""
@@ -132,7 +132,7 @@ class CarriedParts:
         theirs = {name: shape for name, shape in theirs.items() if name.startswith(prefixes)}
         names = sorted(carried.keys() | theirs.keys())
         problems = [
-            _unlike(name, carried.get(name), theirs.get(name), self.folder)
+            _unlike_problem(name, carried.get(name), theirs.get(name), self.folder)
             for name in names
             if carried.get(name) != theirs.get(name)
         ]
@@ -186,7 +186,7 @@ def _not_kept(checkpoint: Checkpoint, family: Family, prefix: str) -> Problem:
     )
 
 
-def _unlike(
+def _unlike_problem(
     name: str, shape: tuple[int, ...] | None, theirs: tuple[int, ...] | None, folder: Path
 ) -> Problem:
     return Problem(

@@ -60,7 +60,7 @@ class LogicalTensors:
         logical = self.tensors[str(name)]
         if logical.bound is None:
             return self.checkpoint.tensors[str(name)].view
-        return self._made(str(name), logical.bound, logical.dtype, self._native)
+        return self._changed_view(str(name), logical.bound, logical.dtype, self._native)
 
     def change(self, name: str) -> ReversibleStep | None:
         """What `view` does to each stored element, before it is rounded to the tensor's dtype."""
@@ -74,7 +74,7 @@ class LogicalTensors:
 
     def native_view(self, name: str, bound: BoundTensor, dtype: DType) -> View:
         """The view of an engine's tensor `name`, made of logical tensors of `dtype`."""
-        return self._made(name, bound, dtype, self.view)
+        return self._changed_view(name, bound, dtype, self.view)
 
     def keep_exact(self, name: str, bound: BoundTensor | None, dtype: DType) -> None:
         """Check before anything is written that `bound.change` loses nothing, unless the engine rounds itself.
@@ -90,7 +90,9 @@ class LogicalTensors:
     def _native(self, name: Hashable) -> View:
         return self.checkpoint.tensors[str(name)].view
 
-    def _made(self, name: str, bound: BoundTensor, dtype: DType, below: Callable[[Hashable], View]) -> View:
+    def _changed_view(
+        self, name: str, bound: BoundTensor, dtype: DType, below: Callable[[Hashable], View]
+    ) -> View:
         view = bound.view.through(below)
         if bound.change is None or not self.are_weights:
             return view

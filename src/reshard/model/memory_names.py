@@ -125,7 +125,7 @@ def live_tensors(tensors: Iterable[Planned], live: MemoryNames | None) -> list[P
     stacks: dict[str, _FusedParts] = {}
     for tensor in tensors:
         name = live.to_live(tensor.name)
-        place = _place(live.experts, name) if live.experts else None
+        place = _projection_position(live.experts, name) if live.experts else None
         if live.transposed and f".{live.transposed}." in name:
             result[name] = _swapped(name, tensor)
         elif place is None:
@@ -153,7 +153,7 @@ class _ProjectionPosition(NamedTuple):
     halves: int
 
 
-def _place(experts: ExpertNames, name: str) -> _ProjectionPosition | None:
+def _projection_position(experts: ExpertNames, name: str) -> _ProjectionPosition | None:
     match = re.fullmatch(rf"(.*\b{re.escape(experts.module)}\.)(\d+)\.(\w+)\.weight", name)
     if match is None:
         return None

@@ -54,7 +54,7 @@ def refuse_other_head(described: DescribedCheckpoint) -> None:
         return
     layers = _layers(checkpoint, family)
     if has_other_head(described.config) or (layers and layers.moved):
-        others = [each for each in _named(described.config) if each != family.architecture]
+        others = [each for each in _architectures(described.config) if each != family.architecture]
         raise ReshardError(
             "engine-without-head",
             "engines train language models, and this model has another head or none",
@@ -67,12 +67,12 @@ def refuse_other_head(described: DescribedCheckpoint) -> None:
 
 def has_other_head(config: Mapping[str, Any]) -> bool:
     """Whether a config describes a model with another head than a language model's, which no family has."""
-    return bool(head_of(config)) or any(REWARD in architecture for architecture in _named(config))
+    return bool(head_of(config)) or any(REWARD in architecture for architecture in _architectures(config))
 
 
 def head_of(config: Mapping[str, Any]) -> str | None:
     """The key of `HEAD_OF_CLASS` that a config's architecture ends with; None for others."""
-    return next((end for end in HEAD_OF_CLASS for each in _named(config) if each.endswith(end)), None)
+    return next((end for end in HEAD_OF_CLASS for each in _architectures(config) if each.endswith(end)), None)
 
 
 def as_named(described: DescribedCheckpoint) -> ResolvedCheckpoint:
@@ -97,7 +97,7 @@ def _why_as_named(described: DescribedCheckpoint) -> str:
     return recognition.not_known(described.config.get("model_type"))
 
 
-def _named(config: Mapping[str, Any]) -> list[str]:
+def _architectures(config: Mapping[str, Any]) -> list[str]:
     named = config.get("architectures")
     return [str(each) for each in named] if isinstance(named, list) else []
 
@@ -163,7 +163,7 @@ def _without_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator
             "the head of the model is missing",
             tensor=f"{HEAD_OF_CLASS[end]}.weight",
             file=str(checkpoint.path),
-            rule=f"config.json names a {_named(config)[0]}, which has one",
+            rule=f"config.json names a {_architectures(config)[0]}, which has one",
             found="no tensor outside the layers",
             remedy="save the complete model; if it has no head, name its class in `architectures`",
         )

@@ -60,7 +60,9 @@ def by_config(
         raise ReshardError([_unsupported(model_type, checkpoint), *misfits])
     if computes:
         text = best.family.config.text(config)
-        raise ReshardError(_alike(model_type, best.family, checkpoint, beyond(best.family.config, text)))
+        raise ReshardError(
+            _alike_problem(model_type, best.family, checkpoint, beyond(best.family.config, text))
+        )
     return best.family, [f"{not_known(model_type)}; the tensors are those of {best.family.name}"]
 
 
@@ -113,10 +115,10 @@ def _computed_otherwise(
         for _, problem in foreign(family.config, text, args, f"as in {own.name}"):
             yield replace(problem, remedy="leave out --family: config.json names the family")
     elif model_type in BUILT_ALIKE or beyond(family.config, text):
-        yield _alike(model_type, family, checkpoint, beyond(family.config, text))
+        yield _alike_problem(model_type, family, checkpoint, beyond(family.config, text))
 
 
-def _alike(model_type: Any, family: Family, checkpoint: Checkpoint, settings: str) -> Problem:
+def _alike_problem(model_type: Any, family: Family, checkpoint: Checkpoint, settings: str) -> Problem:
     """The problem of a model with the tensors of `family` whose config does not name that family.
 
     The family is proposed unless the model is known to compute something else, or has `settings` that say so.

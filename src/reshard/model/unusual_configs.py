@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reshard.base.errors import said
+from reshard.base.errors import type_and_message
 from reshard.families.config_map import ConfigMap
 from reshard.families.rules import MAX_NUMBER
 
@@ -29,7 +29,7 @@ _ROPES = ("full_attention", "sliding_attention")
 def why(error: Exception, config: Mapping[str, Any]) -> str:
     """The unusual values of a config that caused an error; else the numbers that it lacks, or the error itself."""
     lacking = (f"{key}: null" for key, value in config.items() if value is None and _NUMBERS.fullmatch(key))
-    return ", ".join(unusual(config)) or ", ".join(lacking) or said(error)
+    return ", ".join(unusual(config)) or ", ".join(lacking) or type_and_message(error)
 
 
 def unusual(config: Mapping[str, Any], above: str = "") -> Iterator[str]:

@@ -25,7 +25,7 @@ def heat_of(changes: Sequence[Change]) -> dict[str, Any]:
     """
     cells: dict[tuple[int, str], list[Change]] = defaultdict(list)
     for each in changes:
-        cells[_place(each.tensor)].append(each)
+        cells[_layer_and_module(each.tensor)].append(each)
     layers = sorted({layer for layer, _ in cells})
     modules = sorted({module for _, module in cells}, key=_order)
     columns = {layer: index for index, layer in enumerate(layers)}
@@ -53,7 +53,7 @@ def _order(module: str) -> tuple[bool, str]:
     return "*" not in module, module
 
 
-def _place(name: str) -> tuple[int, str]:
+def _layer_and_module(name: str) -> tuple[int, str]:
     """The layer of a tensor (-1: none) and its module, with numbers replaced by stars."""
     number = _NUMBER.search(name)
     return int(number[0]) if number else -1, _NUMBER.sub("*", name)

@@ -83,15 +83,15 @@ def _of_ranks(layout: Layout, model: Model) -> Board:
 def _of_rank(layout: Layout, model: Model, tp: int, ep: int) -> list[str]:
     """The part of each of its layers that a rank stores."""
     dims = model.dims
-    parts = [_part("heads", dims.heads, tp, layout.tp)]
+    parts = [_share_text("heads", dims.heads, tp, layout.tp)]
     if dims.groups != dims.heads:
-        parts.append(_part("KV heads", dims.groups, tp, layout.tp))
+        parts.append(_share_text("KV heads", dims.groups, tp, layout.tp))
     if dims.experts:
-        parts.append(_part("experts", dims.experts, ep, layout.ep))
+        parts.append(_share_text("experts", dims.experts, ep, layout.ep))
     return [each for each in parts if each]
 
 
-def _part(what: str, total: int, index: int, parts: int) -> str:
+def _share_text(what: str, total: int, index: int, parts: int) -> str:
     if total % parts:
         return f"{what}: {total} over {parts} ranks, some of them copies" if total and total < parts else ""
     each = total // parts

@@ -116,7 +116,7 @@ def _opened(last: Checkpoint, average: AverageOf, options: ConversionOptions) ->
     """All checkpoints, in their order. Raises ReshardError for adapters, and for one that is given twice."""
     others = _each(lambda path: open_checkpoint(path, None, options.strip, last.sources), average.paths[:-1])
     checkpoints = [*others, last]
-    problems = [*_twice(checkpoints)]
+    problems = [*_repeated_problems(checkpoints)]
     problems += [
         Problem(
             "average-of-adapters",
@@ -135,7 +135,7 @@ def _opened(last: Checkpoint, average: AverageOf, options: ConversionOptions) ->
     return checkpoints
 
 
-def _twice(checkpoints: Sequence[Checkpoint]) -> Iterator[Problem]:
+def _repeated_problems(checkpoints: Sequence[Checkpoint]) -> Iterator[Problem]:
     """A problem for each checkpoint of which a file was given before, as a folder, as a file or through a link."""
     first: dict[Path, Path] = {}
     for each in checkpoints:

@@ -25,7 +25,9 @@ def output_plan(source: PreparedSource) -> Plan:
     files = writing.files()
     if not (target.embeds or source.options.state_dict):
         companion_files = output_companions.companion_files(checkpoint, request, companions)
-        files += [replace(file, path=(PurePath(target.beside) / file.path).as_posix()) for file in companion_files]
+        files += [
+            replace(file, path=(PurePath(target.beside) / file.path).as_posix()) for file in companion_files
+        ]
     files += _copied(source, files)
     facts = output_companions.facts(checkpoint, source.format, request, contents.dropped)
     facts["files"] = sorted(file.path for file in files)

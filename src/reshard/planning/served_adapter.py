@@ -219,7 +219,7 @@ class _ServedChanges:
         """The adapter_config.json: that of the source for PEFT, without what no longer applies."""
         names = {self.parameters.get(module, module): module for module in self.modules}
         ranks = {name: self.rank(module) for name, module in names.items()}
-        alphas = {name: _whole(self.modules[names[name]].scale * rank) for name, rank in ranks.items()}
+        alphas = {name: _as_integer(self.modules[names[name]].scale * rank) for name, rank in ranks.items()}
         (rank, alpha) = Counter(zip(ranks.values(), alphas.values(), strict=True)).most_common(1)[0][0]
         own = adapter.settings.config if self._engine.name == PEFT and adapter.settings.written else {}
         pairs = [change.pair for change in self.modules.values()]
@@ -241,7 +241,7 @@ class _ServedChanges:
         rest = {"bias": "none", "modules_to_save": None, "fan_in_fan_out": False, "init_lora_weights": True}
         if self.parameters or own.get("target_parameters"):
             own = {key: value for key, value in own.items() if key != ORDER}
-            settings |= {"target_parameters": _ends(self.parameters.values()), **WRITTEN_LAYOUT}
+            settings |= {"target_parameters": _name_ends(self.parameters.values()), **WRITTEN_LAYOUT}
         return {**rest, **own, **settings}
 
     def _targets(self, adapter: Adapter) -> list[str]:
@@ -255,12 +255,12 @@ class _ServedChanges:
         return sorted(targets)
 
 
-def _ends(parameters: Iterable[str]) -> list[str]:
+def _name_ends(parameters: Iterable[str]) -> list[str]:
     """The last parts of the names of parameters, in PEFT's order."""
     return list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in parameters))
 
 
-def _whole(alpha: float) -> float | int:
+def _as_integer(alpha: float) -> float | int:
     return round(alpha) if abs(alpha - round(alpha)) < 1e-9 * abs(alpha) else alpha
 
 

@@ -157,7 +157,7 @@ class TargetNames:
 
     def states(self, states: Mapping[str, LogicalTensors]) -> PlannedStates:
         """The states of its tensors. Raises ReshardError if only a part of a fused tensor has one."""
-        natives = {state: self._held(logical) for state, logical in states.items()}
+        natives = {state: self._complete_natives(logical) for state, logical in states.items()}
         problems = []
         for state, logical in states.items():
             for name, bound in (self.natives or {}).items():
@@ -167,11 +167,13 @@ class TargetNames:
         if problems:
             raise ReshardError(problems)
         return {
-            state: _named(state, replace(self, natives=natives[state]).tensors(logical, _types(state)))
+            state: _named_with_state(
+                state, replace(self, natives=natives[state]).tensors(logical, _types(state))
+            )
             for state, logical in states.items()
         }
 
-    def _held(self, logical: LogicalTensors) -> Mapping[str, BoundTensor] | None:
+    def _complete_natives(self, logical: LogicalTensors) -> Mapping[str, BoundTensor] | None:
         """The tensors of an engine whose parts are all there."""
         if self.natives is None:
             return None
@@ -260,7 +262,7 @@ def sources_of(bound: BoundTensor) -> set[str]:
     return {str(source) for source in bound.sources if not isinstance(source, DroppedElements)}
 
 
-def _named(state: str, tensors: Iterable[Planned]) -> dict[str, Planned]:
+def _named_with_state(state: str, tensors: Iterable[Planned]) -> dict[str, Planned]:
     return {tensor.name: tensor._replace(name=f"{tensor.name} ({state})") for tensor in tensors}
 
 

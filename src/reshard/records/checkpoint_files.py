@@ -36,7 +36,7 @@ def foreign_in(folder: Path) -> list[str]:
     if isinstance(folder, StorePath):
         stored = (path for path in folder.rglob("*") if path.is_file())
         return foreign_among([path.relative_to(folder).as_posix() for path in stored], folder)
-    own, patterns = _own(folder)
+    own, patterns = _own_files(folder)
     kept = {parent for name in own for parent in name.parents}
     foreign = []
     for place, folders, files in os.walk(folder):
@@ -68,7 +68,7 @@ def stays(name: str) -> bool:
 
 def foreign_among(names: Iterable[str], folder: Path) -> list[str]:
     """The same for a folder in a store that contains the files `names`."""
-    own, patterns = _own(folder)
+    own, patterns = _own_files(folder)
     paths = map(PurePosixPath, names)
     return sorted(
         str(path)
@@ -77,13 +77,13 @@ def foreign_among(names: Iterable[str], folder: Path) -> list[str]:
     )
 
 
-def _own(folder: Path) -> tuple[set[PurePosixPath], tuple[str, ...]]:
+def _own_files(folder: Path) -> tuple[set[PurePosixPath], tuple[str, ...]]:
     """The files of the checkpoint in a folder: paths, and patterns of names."""
-    listed = _listed(folder)
+    listed = _recorded_files(folder)
     return _of_the_checkpoint(folder) if listed is None else (listed, ())
 
 
-def _listed(folder: Path) -> set[PurePosixPath] | None:
+def _recorded_files(folder: Path) -> set[PurePosixPath] | None:
     """The files that reshard wrote to a folder; None if it wrote none, or if an old version did not list them."""
     if not (folder / RECORD).is_file():
         return None

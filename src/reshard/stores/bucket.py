@@ -10,7 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import ReshardError, said
+from reshard.base.errors import ReshardError, type_and_message
 from reshard.stores import registry
 from reshard.stores.address import StoreKind
 from reshard.stores.file_info import FileInfo
@@ -172,7 +172,7 @@ def store_requests(url: str, what: str, kind: StoreKind) -> Iterator[None]:
         if what == "read":
             raise
         if what != "write":
-            raise _wrong_answer(url, said(error)) from _temporary_cause()
+            raise _wrong_answer(url, type_and_message(error)) from _temporary_cause()
         raise ReshardError(
             "bucket-not-found",
             "this bucket does not exist",
@@ -185,7 +185,7 @@ def store_requests(url: str, what: str, kind: StoreKind) -> Iterator[None]:
     except ReshardError as error:
         raise error from error.__cause__ if isinstance(error.__cause__, OSError) else _temporary_cause()
     except Exception as error:
-        answer = said(error)
+        answer = type_and_message(error)
         if is_denied(error):
             raise ReshardError(
                 "store-access-denied",

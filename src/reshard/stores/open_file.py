@@ -94,7 +94,7 @@ class LocalFile(OpenFile):
         try:
             status = os.fstat(self._descriptor)
         except OSError as error:
-            raise self._named(error) from None
+            raise self._with_path(error) from None
         return Stamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
 
     def read(self, at: int, count: int) -> bytes:
@@ -105,7 +105,7 @@ class LocalFile(OpenFile):
             ):
                 content += more
         except OSError as error:
-            raise self._named(error) from None
+            raise self._with_path(error) from None
         return content
 
     def fill(self, parts: Iterable[tuple[int, memoryview]]) -> int | None:
@@ -119,10 +119,10 @@ class LocalFile(OpenFile):
                         return offset + len(out)
                     count += more
         except OSError as error:
-            raise self._named(error) from None
+            raise self._with_path(error) from None
         return None
 
-    def _named(self, error: OSError) -> OSError:
+    def _with_path(self, error: OSError) -> OSError:
         """The same error with the file's name: the system omits it for a descriptor."""
         return OSError(error.errno, error.strerror, self._path)
 
@@ -130,7 +130,7 @@ class LocalFile(OpenFile):
         try:
             os.close(self._descriptor)
         except OSError as error:  # file servers report some failures only now
-            raise self._named(error) from None
+            raise self._with_path(error) from None
 
 
 def _read_into(descriptor: int, out: memoryview, offset: int) -> int:

@@ -48,10 +48,10 @@ class BlockState:
 
     def _note_nonfinite(self, out: np.ndarray[Any, Any], lost: Overflows) -> None:
         """Note whether `out` contains NaN or Inf, and how many of them are finite values that were `lost`."""
-        if (lost.found is None and self.nonfinite) or not has_nonfinite(out, self.block.dtype):
+        if (lost.overflow is None and self.nonfinite) or not has_nonfinite(out, self.block.dtype):
             return
         self.nonfinite = True
-        if overflow := lost.of(count_nonfinite(out, self.block.dtype) if lost.found else 0):
+        if overflow := lost.of(count_nonfinite(out, self.block.dtype) if lost.overflow else 0):
             self.overflow = overflow.joined(self.overflow)
 
     def sign(self, raw: np.ndarray[Any, Any], begin: int) -> Iterator[tuple[int, bytes]]:

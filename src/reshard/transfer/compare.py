@@ -181,7 +181,7 @@ def _rounds(elements: Elements, wanted: Elements, dtype: DType, target: DType) -
     """Whether rounding what is `elements` from `dtype` to `target` gives what is `wanted`, and no finite value Inf."""
     lost = Overflows()
     rounded = cast(elements, dtype, target, lost)
-    return lost.found is None and not _unequal(rounded, wanted, target).any()
+    return lost.overflow is None and not _unequal(rounded, wanted, target).any()
 
 
 def _nan_last(value: float) -> tuple[bool, float]:

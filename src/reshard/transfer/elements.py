@@ -48,19 +48,19 @@ class Overflows:
     """What some casts have lost so far."""
 
     def __init__(self) -> None:
-        self.found: Overflow | None = None
+        self.overflow: Overflow | None = None
 
     def add(self, overflow: Overflow) -> None:
         """Add what one cast has lost."""
-        self.found = overflow.joined(self.found)
+        self.overflow = overflow.joined(self.overflow)
 
     def of(self, nonfinite: int) -> Overflow | None:
         """What was lost in a result with this many elements that are not finite.
 
         A computed source may cast more elements than are needed of it, and some of them twice.
         """
-        values = min(self.found.values, nonfinite) if self.found else 0
-        return self.found._replace(values=values) if self.found and values else None
+        values = min(self.overflow.values, nonfinite) if self.overflow else 0
+        return self.overflow._replace(values=values) if self.overflow and values else None
 
 
 def overflow_problem(tensor: str, overflow: Overflow) -> Problem:

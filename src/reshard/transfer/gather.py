@@ -60,7 +60,7 @@ class Gatherer:
             if isinstance(source, Computed):
                 self._compute(source, piece, dtype, out, limit)
             elif isinstance(source, Cells) and source.storage.path:
-                self._place(source, piece, dtype, out, limit)
+                self._place_piece(source, piece, dtype, out, limit)
             else:
                 _strided(out, piece.at, [(n, t) for n, _, t in piece.axes])[...] = 0
 
@@ -95,7 +95,9 @@ class Gatherer:
             packed, span = piece, source.values(piece.start, piece.source_end, read)
         self._pick(span, source.dtype, packed, dtype, out)
 
-    def _place(self, cells: Cells, piece: Piece, dtype: DType, out: np.ndarray[Any, Any], limit: int) -> None:
+    def _place_piece(
+        self, cells: Cells, piece: Piece, dtype: DType, out: np.ndarray[Any, Any], limit: int
+    ) -> None:
         """Read long runs directly to their places; read others with the gaps between them, and pick."""
         size = cells.dtype.itemsize
         if cells.dtype == dtype and (run := _run(piece)) * size >= MIN_DIRECT_BYTES:
@@ -107,7 +109,7 @@ class Gatherer:
         most = min(limit // (size if cells.dtype == dtype else size + CAST_BYTES_EACH), READ_BYTES // size)
         if packed.axes and packed.source_end > most:
             for part in _halves(piece):
-                self._place(cells, part, dtype, out, limit)
+                self._place_piece(cells, part, dtype, out, limit)
             return
         picked = self._scratch_of(packed.source_end * size).view(RAW_DTYPES[size])
         has_gaps = bool(repeats) or packed.source_end > packed.numel

@@ -48,10 +48,10 @@ class Planned(NamedTuple):
 
 
 class OutputCommand(NamedTuple):
-    """A command for an output, whose words are texts, and paths that are relative to the destination."""
+    """A command for an output, whose arguments are texts, and paths that are relative to the destination."""
 
     purpose: str
-    words: tuple[str | PurePath, ...]
+    arguments: tuple[str | PurePath, ...]
 
     def typed(self, target: Path, single: str | None = None) -> str:
         """The command for the output at `target`, which is the file `single` of the plan or a folder with all."""
@@ -63,7 +63,7 @@ class OutputCommand(NamedTuple):
                 return str(target / word)
             return str(target.with_name(word.name.replace(PurePath(single).stem, target.stem, 1)))
 
-        return shlex.join(map(place, self.words))
+        return shlex.join(map(place, self.arguments))
 
 
 class Block(NamedTuple):
@@ -193,7 +193,9 @@ class Plan:
             for block in sorted(file.blocks, key=lambda block: block.offset):
                 if block.offset < end or block.offset + block.nbytes > file.size:
                     position = f"bytes {block.offset} to {block.offset + block.nbytes}"
-                    problems.append(_mistake(block.name, file.path, f"from byte {end} in {file.size}", position))
+                    problems.append(
+                        _mistake(block.name, file.path, f"from byte {end} in {file.size}", position)
+                    )
                 end = block.offset + block.nbytes
                 written[block.name] += block.nbytes
         for tensor in tensors:

@@ -189,7 +189,11 @@ class PlanUsage:
         targets = total(Multiset.of(p.at, ((n, target) for n, _, target in p.axes)) for p in view.pieces)
         whole = prod(shape)
         if targets != Multiset.of(0, ((whole, 1),) if whole else ((0, 1),)):
-            what = f"{targets.numel:,} of {whole:,} elements" if targets.numel != whole else "some elements twice"
+            what = (
+                f"{targets.numel:,} of {whole:,} elements"
+                if targets.numel != whole
+                else "some elements twice"
+            )
             self.faults.append(UsageFault(name, f"the plan writes {what} of a block in {path}"))
 
     def _uses(self, view: View) -> TensorUses:

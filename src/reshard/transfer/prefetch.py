@@ -122,7 +122,7 @@ class _ReaderThreads:
         gatherer.fill(pieces, tensor.dtype, out[begin:end])
         gatherer.take_passed()  # the ledger has these ranges, and no journal needs them
         lost = gatherer.take_lost()
-        return lost.of(count_nonfinite(out[begin:end], tensor.dtype)) if lost.found else None
+        return lost.of(count_nonfinite(out[begin:end], tensor.dtype)) if lost.overflow else None
 
     def _gatherer(self) -> Gatherer:
         gatherer: Gatherer | None = getattr(self._own, "gatherer", None)

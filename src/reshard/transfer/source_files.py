@@ -187,7 +187,8 @@ class Sources:
             if real in now and now[real][0] == changed:
                 continue
             with open_file(real) as file:
-                if not _has(file, ByteRanges(ranges)) or not _has(file, passed.get(path, ByteRanges())):
+                summed = (ByteRanges(ranges), passed.get(path, ByteRanges()))
+                if not all(_has_checksums(file, each) for each in summed):
                     return False
         return True
 
@@ -256,7 +257,9 @@ class Sources:
                 return "other bytes"
             if passed is None:
                 return "changed since, with the same size and time"
-            if not (_has(file, note.ranges) and _has(file, passed.get(path, ByteRanges()))):
+            if not (
+                _has_checksums(file, note.ranges) and _has_checksums(file, passed.get(path, ByteRanges()))
+            ):
                 return "other bytes"
             note.stamp = stamp
             return None
@@ -291,7 +294,7 @@ def _as_read(note: _FileRecord, ranges: ByteRanges) -> dict[str, Any]:
     return entry if ranges.nbytes == size else {**entry, "ranges": [[begin, end] for begin, end, _ in ranges]}
 
 
-def _has(file: OpenFile, ranges: ByteRanges) -> bool:
+def _has_checksums(file: OpenFile, ranges: ByteRanges) -> bool:
     """Whether all ranges of a file have their CRC32s."""
     if ranges.lost:
         return False

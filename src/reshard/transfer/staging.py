@@ -122,7 +122,7 @@ def worked(
         _make(target.parent, new_folders)
         with locked(target) as has_locks:
             identity = journal.identity if has_locks else None
-            staging = _named(target, identity)
+            staging = _staging_folder(target, identity)
             try:
                 if has_locks:
                     staging = _cleared(target, staging, identity, on_resume)
@@ -130,7 +130,7 @@ def worked(
                 _open(journal, staging, sizes, prepare(staging, has_locks), has_locks, on_resume)
                 yield staging
             except BaseException as error:
-                kept = _kept(staging) if may_pass(error) else 0
+                kept = _kept_bytes(staging) if may_pass(error) else 0
                 raise
             finally:
                 journal.close()
@@ -147,7 +147,7 @@ def worked(
         raise
 
 
-def _named(target: Path, identity: OutputIdentity | None) -> Path:
+def _staging_folder(target: Path, identity: OutputIdentity | None) -> Path:
     """The folder of a run, named so that the next run with the same identity finds it."""
     return target.with_name(f".{target.name}.partial-{identity.name if identity else secrets.token_hex(4)}")
 
@@ -170,7 +170,7 @@ def _cleared(target: Path, staging: Path, identity: OutputIdentity | None, on_re
             )
         shutil.rmtree(folder, ignore_errors=True)
         if folder == staging and folder.exists():  # it belongs to another user
-            staging = _named(target, None)
+            staging = _staging_folder(target, None)
     return staging
 
 
@@ -211,7 +211,7 @@ def _is_ours(folder: Path) -> bool:
     return {path.lstat().st_uid for path in (folder, folder / OUTPUT, folder / JOURNAL)} == {owner}
 
 
-def _kept(folder: Path) -> int | None:
+def _kept_bytes(folder: Path) -> int | None:
     """Bytes of the output that a continued run does not write again; None if the system does not show them."""
     try:
         return (journal_of(folder) or JournalContent()).nbytes
@@ -253,7 +253,7 @@ def _link(file: Path, link: Path, journal: Journal) -> None:
             journal.sync(link)
 
 
-def _place(output: Path, target: Path) -> None:
+def _move_into_place(output: Path, target: Path) -> None:
     """Rename the output to a destination where nothing is, or an empty folder."""
     if not output.is_file():
         output.rename(target)  # this also replaces an empty folder
@@ -295,7 +295,7 @@ def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal, sin
         try:
             if overwrite and target.exists():
                 target.rename(aside)
-            _place(output, target)
+            _move_into_place(output, target)
             placed = True
         finally:
             despite_ctrl_c(settle)

@@ -23,7 +23,7 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, said
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, type_and_message
 from reshard.containers.torchfiles.pickles import Opaque
 from reshard.containers.torchfiles.untrusted import element_type, shape_of, sizes, text
 
@@ -118,7 +118,7 @@ class RankPartReader:
                 tensor=name,
                 file=self._file,
                 expected="what torch 2.4 to 2.13 writes",
-                found=said(error),
+                found=type_and_message(error),
                 remedy=f"copy the file again; if another version of torch wrote it, {_SAVE_AGAIN}",
             ) from None
 

@@ -22,7 +22,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import BY_NAME, DType
-from reshard.base.errors import ReshardError, said
+from reshard.base.errors import ReshardError, type_and_message
 from reshard.containers.torchfiles import opcodes
 from reshard.containers.torchfiles.untrusted import damaged_pickle, sizes
 
@@ -281,7 +281,7 @@ def loads(
     except ReshardError:
         raise
     except Exception as error:  # a hostile or damaged pickle can raise anything
-        raise damaged_pickle(file, said(error)) from None
+        raise damaged_pickle(file, type_and_message(error)) from None
     if not intact:
         raise damaged_pickle(file, "it rewrites the tensors that it describes")
     return content

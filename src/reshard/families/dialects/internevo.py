@@ -67,21 +67,21 @@ def _mlp(dims: Dims, ffn: int, hf: str, names: tuple[str, str, str], evo: str) -
     ]
 
 
-def _ends(dims: Dims, embedding: str, head: str, hub: Mapping[str, str]) -> Iterator[Rule]:
+def _end_rules(dims: Dims, embedding: str, head: str, hub: Mapping[str, str]) -> Iterator[Rule]:
     """Embedding, final norm and head; the Hub uses Llama's names, or those in `hub`."""
 
-    def called(name: str) -> str:
+    def hub_name(name: str) -> str:
         return hub.get(name, name)
 
-    yield same(called("model.embed_tokens.weight"), embedding, dims.vocab, dims.hidden)
+    yield same(hub_name("model.embed_tokens.weight"), embedding, dims.vocab, dims.hidden)
     yield same("model.norm.weight", "norm.weight", dims.hidden)
     if not dims.tied:
-        yield same(called("lm_head.weight"), head, dims.vocab, dims.hidden)
+        yield same(hub_name("lm_head.weight"), head, dims.vocab, dims.hidden)
 
 
 def evo_internlm(dims: Dims, interleaved: bool) -> Iterator[Rule]:
     """InternLM: Wqkv stacks the three projections by rows; with experts, `mlp` is their layer."""
-    yield from _ends(dims, "embedding.weight", "head.weight", {})
+    yield from _end_rules(dims, "embedding.weight", "head.weight", {})
     block = [
         same("input_layernorm.weight", "norm1.weight", dims.hidden),
         same("post_attention_layernorm.weight", "norm2.weight", dims.hidden),
@@ -108,7 +108,7 @@ def evo_internlm(dims: Dims, interleaved: bool) -> Iterator[Rule]:
 
 def evo_internlm2(dims: Dims, interleaved: bool) -> Iterator[Rule]:
     """InternLM2: names and fused projection are the Hub's."""
-    yield from _ends(dims, "tok_embeddings.weight", "output.weight", HUB_ENDS)
+    yield from _end_rules(dims, "tok_embeddings.weight", "output.weight", HUB_ENDS)
     group = dims.heads // dims.groups + 2
     rows = dims.groups * group * dims.head_dim
 
@@ -133,7 +133,7 @@ def evo_internlm2(dims: Dims, interleaved: bool) -> Iterator[Rule]:
 
 def evo_llama(dims: Dims, interleaved: bool) -> Iterator[Rule]:
     """Llama in InternEvo: the names of InternLM2, separate projections, and no biases."""
-    yield from _ends(dims, "tok_embeddings.weight", "output.weight", {})
+    yield from _end_rules(dims, "tok_embeddings.weight", "output.weight", {})
     query = native("attention.wq.weight", dims.heads * dims.head_dim, dims.hidden)
     key = native("attention.wk.weight", dims.groups * dims.head_dim, dims.hidden)
     block = [

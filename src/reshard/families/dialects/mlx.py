@@ -83,7 +83,7 @@ def _stacked(experts: str, to: str, names: Mapping[str, str] | None = None) -> I
         yield rule_of(f"{experts}.*.{hub}.weight", f"{to}.{mlx}.weight", _STACK)
 
 
-def _apart(experts: str, to: str, *first: Operation) -> Iterator[Renaming]:
+def _unfused_experts(experts: str, to: str, *first: Operation) -> Iterator[Renaming]:
     """Experts that the Hub stacks with gate and up in one tensor; `first` are done before these are cut apart."""
     parts = (f"{to}.gate_proj.weight", f"{to}.up_proj.weight")
     yield rule_of(f"{experts}.gate_up_proj", parts, *first, _HALVES)
@@ -167,7 +167,7 @@ _KNOWN: dict[str, MlxNaming] = {
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "joyai_llm_flash", "glm4_moe_lite"), LATENT_NAMING),
     "kimi_k25": replace(LATENT_NAMING, left=(REMOVED_VISION,)),
     "llama4": MlxNaming(
-        tuple(_apart("feed_forward.experts", "feed_forward.experts", _SWAP)), left=(REMOVED_VISION,)
+        tuple(_unfused_experts("feed_forward.experts", "feed_forward.experts", _SWAP)), left=(REMOVED_VISION,)
     ),
     "glm4_moe": replace(GATED_NAMING, without_mtp=True, exact=EXACT_ROUTER_BIAS),
     "dots1": MlxNaming(tuple(_stacked("mlp.experts", "mlp.experts")), kept=("mlp.gate",)),
@@ -176,7 +176,7 @@ _KNOWN: dict[str, MlxNaming] = {
     "minimax_m2": MlxNaming(_BLOCK_SPARSE, exact=EXACT_ROUTER_BIAS, finer=("block_sparse_moe.gate",)),
     "gpt_oss": MlxNaming(
         (
-            *_apart("mlp.experts", "mlp.experts", _SWAP, _EVEN_ODD),
+            *_unfused_experts("mlp.experts", "mlp.experts", _SWAP, _EVEN_ODD),
             rule_of(
                 "mlp.experts.gate_up_proj_bias",
                 ("mlp.experts.gate_proj.bias", "mlp.experts.up_proj.bias"),
@@ -197,13 +197,13 @@ _KNOWN: dict[str, MlxNaming] = {
     ),
     "qwen3_5_moe": replace(
         DELTA_NAMING,
-        rules=(*_NESTED, *_apart("mlp.experts", "mlp.switch_mlp"), _MOVED, *_PLUS_ONE),
+        rules=(*_NESTED, *_unfused_experts("mlp.experts", "mlp.switch_mlp"), _MOVED, *_PLUS_ONE),
         left=(REMOVED_VISION, REMOVED_MTP),
         exact=("A_log",),
     ),
     "qwen3_vl": MlxNaming(_NESTED, left=(REMOVED_VISION,)),
     "qwen3_vl_moe": MlxNaming(
-        (*_NESTED, *_apart("mlp.experts", "mlp.switch_mlp", _SWAP)),
+        (*_NESTED, *_unfused_experts("mlp.experts", "mlp.switch_mlp", _SWAP)),
         left=(REMOVED_VISION,),
         finer=("mlp.gate",),
     ),

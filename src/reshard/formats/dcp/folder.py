@@ -204,7 +204,7 @@ class _SortedKeys:
         weights = nests.pop(self.prefix)
         problems = []
         for prefix, others in nests.items():
-            if others.keys() <= weights.keys() and all(_alike(weights[n], t) for n, t in others.items()):
+            if others.keys() <= weights.keys() and all(_is_alike(weights[n], t) for n, t in others.items()):
                 self.again += [(prefix, name, tensor) for name, tensor in others.items()]
             else:
                 problems.append(_another_model(folder, self.prefix, prefix, others))
@@ -234,7 +234,7 @@ def _nbytes(tensors: Mapping[str, DcpTensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _alike(one: DcpTensor, other: DcpTensor) -> bool:
+def _is_alike(one: DcpTensor, other: DcpTensor) -> bool:
     return (one.dtype, one.shape) == (other.dtype, other.shape)
 
 

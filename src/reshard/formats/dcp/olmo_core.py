@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, raise_all, said
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, raise_all, type_and_message
 from reshard.base.merged_problems import one_for_all
 from reshard.folders.companion_names import CONFIG
 from reshard.folders.json_objects import read_object
@@ -68,7 +68,7 @@ def in_its_dialect(checkpoint: Checkpoint) -> Checkpoint | None:
             "the config of OLMo-core cannot be read",
             file=str(file),
             expected="what its config saver writes, with the sizes of the model",
-            found=said(error),
+            found=type_and_message(error),
             remedy="copy it again from where it was saved",
         ) from error
     return replace(

@@ -203,10 +203,10 @@ class OlmoModel:
                 remedy="convert it with OLMo-core's own src/examples/huggingface/convert_checkpoint_to_hf.py, "
                 "which supports more models",
             )
-            for setting, wanted in self._unlike()
+            for setting, wanted in self._unsupported_settings()
         ]
 
-    def _unlike(self) -> Iterator[tuple[str, str]]:
+    def _unsupported_settings(self) -> Iterator[tuple[str, str]]:
         yield from _MODEL.unlike("model", self.content)
         yield from _HEAD.unlike("model.lm_head", self.content.get("lm_head"))
         if not isinstance(self.content.get("block"), Mapping) or "sequence_mixer" not in self.block:

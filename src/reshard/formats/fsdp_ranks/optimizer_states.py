@@ -19,7 +19,7 @@ from typing import Any
 
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor
-from reshard.base.errors import UNUSABLE, ReshardError, raise_all, reading_values, said
+from reshard.base.errors import UNUSABLE, ReshardError, raise_all, reading_values, type_and_message
 from reshard.containers.torchfiles.dtensor import Mesh, RankPartReader, is_sharded
 from reshard.containers.torchfiles.pickles import Ordered
 from reshard.containers.torchfiles.read import read_dict, scalar
@@ -73,7 +73,7 @@ def find_optimizer(files: RankFiles, names: Sequence[str], sources: Sources) -> 
     except ReshardError as error:
         return f"{error.problems[0].message}: {path.name}"
     except UNUSABLE as error:
-        return f"{path.name} has another form: {said(error)}"
+        return f"{path.name} has another form: {type_and_message(error)}"
 
 
 def _read(path: Path, sources: Sources) -> dict[Any, Any]:

@@ -123,7 +123,7 @@ def config_of(
         "tie_word_embeddings": "output.weight" not in shapes,
         "rope_parameters": rope,
         **_specials(stated),
-        **_own(family, settings, stated, shapes),
+        **_family_keys(family, settings, stated, shapes),
     }
 
 
@@ -218,7 +218,9 @@ def _specials(stated: _StatedMetadata) -> dict[str, int]:
     return {f"{short}_token_id": number for short, number in ids.items() if isinstance(number, int)}
 
 
-def _own(family: str, settings: Mapping[str, Any], stated: _StatedMetadata, shapes: Shapes) -> dict[str, Any]:
+def _family_keys(
+    family: str, settings: Mapping[str, Any], stated: _StatedMetadata, shapes: Shapes
+) -> dict[str, Any]:
     """What a family has of its own."""
     layers = settings["num_hidden_layers"]
     own: dict[str, Any] = {}

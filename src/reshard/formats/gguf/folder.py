@@ -68,7 +68,11 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     _refuse_others(metadata, first)
     infos = [(name, file, info) for file, each in contents.items() for name, info in each.infos.items()]
     divisors = _divisors(infos, sources)
-    raise_all(one_for_all([*_unknown(infos), *_twice(infos)], [name for name, _, _ in infos], str(first)))
+    raise_all(
+        one_for_all(
+            [*_unknown(infos), *_repeated_problems(infos)], [name for name, _, _ in infos], str(first)
+        )
+    )
     tensors = {name: _tensor(file, info) for name, file, info in infos}
     frequencies = [name for name in tensors if ROPE_TENSORS.fullmatch(name)]
     dropped = Counter({DROPPED_FREQUENCIES: sum(tensors.pop(name).nbytes for name in frequencies)})
@@ -88,7 +92,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         ),
         dropped=+dropped,
         variant=", ".join(f"{kind} × {count}" for kind, count in counted.most_common()),
-        notes=[*_told(blocks, counted), *_about(metadata)],
+        notes=[*_dtype_notes(blocks, counted), *_about(metadata)],
     )
 
 
@@ -109,7 +113,7 @@ def _implied(
     return None if DIVISORS in shapes and not divisors else config_of(metadata, shapes, divisors)
 
 
-def _told(blocks: int, counted: Counter[str]) -> list[str]:
+def _dtype_notes(blocks: int, counted: Counter[str]) -> list[str]:
     halves = next((PLAIN_TYPES[kind] for kind in ("BF16", "F16") if counted[kind] > counted["F32"]), None)
     if halves:
         return [
@@ -232,7 +236,7 @@ def _unknown(infos: Sequence[tuple[str, Path, TensorInfo]]) -> Iterator[Problem]
             )
 
 
-def _twice(infos: Sequence[tuple[str, Path, TensorInfo]]) -> Iterator[Problem]:
+def _repeated_problems(infos: Sequence[tuple[str, Path, TensorInfo]]) -> Iterator[Problem]:
     """A problem for each tensor that is in several parts."""
     for name, count in Counter(name for name, _, _ in infos).items():
         if count > 1:

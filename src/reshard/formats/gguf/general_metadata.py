@@ -99,7 +99,7 @@ def _kind(part: _NamePart, first: bool, parameters: int) -> None:
         part.kinds.add("finetune")
 
 
-def _place(parts: Sequence[_NamePart]) -> None:
+def _mark_by_position(parts: Sequence[_NamePart]) -> None:
     """Note what the parts are by their places: the name comes first, and what follows is the fine-tune."""
     sizes = [part for part in parts if "size_label" in part.kinds]
     if any(letter.isdecimal() for part in sizes for letter in part.text):
@@ -126,7 +126,7 @@ def named(identity: str | None, parameters: int) -> ModelName:
     parts = [_NamePart(text) for text in name.split("-") if text]
     for index, part in enumerate(parts):
         _kind(part, index == 0, parameters)
-    _place(parts)
+    _mark_by_position(parts)
 
     def joined(kind: str) -> str | None:
         return "-".join(part.text for part in parts if kind in part.kinds) or None
@@ -166,7 +166,7 @@ def card_of(readme: bytes | None) -> Card:
     return card if isinstance(card, Mapping) else {}
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     if isinstance(value, str):
         return [value]
     return value if isinstance(value, list) else []
@@ -196,7 +196,7 @@ def _related(entry: Any, parameters: int) -> Mapping[str, Any]:
     return facts
 
 
-def _stated(card: Card) -> dict[str, Any]:
+def _card_metadata(card: Card) -> dict[str, Any]:
     """What the model card says, by llama.cpp's own names, or with `model_` before them."""
     stated: dict[str, Any] = {}
     for key in ("name", *STATED, "size_label"):
@@ -251,7 +251,7 @@ def _relations(keys: TypedMetadata, kind: str, entries: list[Any] | None, parame
 def _first(card: Card, *names: str) -> list[Any] | None:
     """The entries under the first of these names that the card has."""
     name = next((name for name in names if name in card), None)
-    return None if name is None else _listed(card[name])
+    return None if name is None else _as_list(card[name])
 
 
 def general(
@@ -268,7 +268,7 @@ def general(
             f"general.sampling.{key}", kind, next((generation[n] for n in names if n in generation), None)
         )
     card = card_of(readme)
-    stated = _stated(card)
+    stated = _card_metadata(card)
     for key, value in _named_elsewhere(config, folder, parameters[0]):
         if stated.get(key) is None:
             stated[key] = value
@@ -285,5 +285,5 @@ def general(
     )
     _relations(keys, "dataset", _first(card, "datasets", "dataset", "dataset_sources"), parameters[0])
     for key, names in (("tags", ("tags", "pipeline_tag")), ("languages", ("languages", "language"))):
-        texts = [text for name in names for text in _listed(card.get(name)) if isinstance(text, str)]
+        texts = [text for name in names for text in _as_list(card.get(name)) if isinstance(text, str)]
         keys.array(f"general.{key}", ValueType.STRING, texts)

@@ -95,9 +95,9 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         layout=SavedLayout.of(Layout(shards.tensor_ranks, shards.stages, shards.chunks)),
         iteration=int(step) if (step := folder.resolve().name).isdecimal() else None,
         dropped=+dropped,
-        replicas=shards.found.replicas,
+        replicas=shards.collected.replicas,
         problems=[
-            *(shards.found.copies.problems() or one_for_each_file(shards.misplaced)),
+            *(shards.collected.copies.problems() or one_for_each_file(shards.misplaced)),
             *unsettled,
             *unlike_the_hub(config or {}, folder),
         ],
@@ -213,10 +213,10 @@ def _kind(folder: Path, sources: Sources, contents: Mapping[InternEvoRank, Mappi
         return "internlm_moe" if any(".moe_layer." in name for name in names) else "internlm"
     if any(name.endswith("attention.wqkv.weight") for name in names):
         return "internlm2"
-    return _stated(folder, sources) or "llama"
+    return _stated_model_type(folder, sources) or "llama"
 
 
-def _stated(folder: Path, sources: Sources) -> str | None:
+def _stated_model_type(folder: Path, sources: Sources) -> str | None:
     """Llama or InternLM2, according to the training config or a config.json in the folder; None if neither says."""
     stated = stated_type(folder, sources)
     if stated is None and (folder / HUB_CONFIG).is_file():
@@ -249,7 +249,7 @@ def _unsettled(
         return
     names = [name for content in contents.values() for name in content]
     sliced = any(name.endswith("attention.wq.weight") for name in names)
-    if sliced and QK_INTERLEAVED in config and _stated(folder, sources) is None:
+    if sliced and QK_INTERLEAVED in config and _stated_model_type(folder, sources) is None:
         yield Problem(
             "internlm-attention-ambiguous",
             "wq, wk and wv may be Llama's, or slices of InternLM2's wqkv",

@@ -33,7 +33,7 @@ class ShardCollector:
     """Collects the tensors of all ranks under their names in the complete model."""
 
     def __init__(self) -> None:
-        self.found = CollectedShards()
+        self.collected = CollectedShards()
         self.misplaced: list[Problem] = []
         self.stages = self.chunks = self.tensor_ranks = self.weight_ranks = 1
         self._counts: dict[tuple[int, int], int] = {}
@@ -86,7 +86,7 @@ class ShardCollector:
             at = place.chunk, rank.pp
             layer = None if place.layer is None else self._first(at) + place.layer
             name = place.name(layer)
-            self.found.add(name, key, part, *self._share(key, place.module, part, rank))
+            self.collected.add(name, key, part, *self._share(key, place.module, part, rank))
 
     def _check(self, rank: InternEvoRank, key: str, part: Tensor) -> None:
         """Note a file with a tensor that only another rank saves: nothing else reveals such a swap."""
@@ -126,14 +126,14 @@ class ShardCollector:
 
     def tensors(self, folder: Path, config: Mapping[str, Any] | None) -> dict[str, Tensor]:
         """All tensors, joined. Raises ReshardError listing those whose shards are missing or do not fit."""
-        self._refuse(self.found.misfits(_misfits))
-        result = self.found.joined()
+        self._refuse(self.collected.misfits(_misfits))
+        result = self.collected.joined()
         self._refuse([*self._torsos(result, folder, config)])
         return result
 
     def _refuse(self, problems: list[Problem]) -> None:
         if problems:
-            raise ReshardError(self.found.copies.problems() or self.misplaced or problems)
+            raise ReshardError(self.collected.copies.problems() or self.misplaced or problems)
 
     def _torsos(
         self, tensors: Mapping[str, Tensor], folder: Path, config: Mapping[str, Any] | None
@@ -163,7 +163,7 @@ class ShardCollector:
                     file=tensor.file,
                     rule="the shards of all ranks make up the complete tensor",
                     expected=str(list(whole)),
-                    found=f"{list(tensor.shape)} from {self.found[name].ranks} ranks",
+                    found=f"{list(tensor.shape)} from {self.collected[name].ranks} ranks",
                     remedy=COPY_AGAIN,
                 )
                 return
@@ -185,7 +185,7 @@ def another_rank(tensor: str, file: str, expected: str) -> Problem:
 def _misfits(name: str, parts: TensorShards, split: Split) -> Iterator[Problem]:
     """Problems of shards that are missing or of unequal size: only a remainder may make the first ones larger."""
     shards = parts.by_rank
-    if missing := parts.missing():
+    if missing := parts.missing_ranks():
         yield Problem(
             "internlm-shard-missing",
             "a shard of a tensor is missing",

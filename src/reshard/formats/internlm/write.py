@@ -81,7 +81,7 @@ class InternlmWriting(Writing):
         )
         by_stage: dict[int, list[tuple[str, Planned]]] = {}
         for tensor in self.request.tensors:
-            stage, key = _place(tensor.name, places, layout)
+            stage, key = _stage_and_key(tensor.name, places, layout)
             by_stage.setdefault(stage, []).append((key, tensor))
         files = [
             rank_file(f"model_tp{tp}_pp{stage}.pt", by_stage[stage], split_of_new, tp, layout.tp)
@@ -147,7 +147,7 @@ def stages(layout: Layout, layers: int) -> list[tuple[int, int, range]]:
     return result
 
 
-def _place(name: str, places: list[tuple[int, int, range]], layout: Layout) -> tuple[int, str]:
+def _stage_and_key(name: str, places: list[tuple[int, int, range]], layout: Layout) -> tuple[int, str]:
     """The stage of a tensor, and its key in that stage's files."""
     place = place_of(name)
     stage, chunk, key = layout.pp - 1, layout.vpp - 1, name

@@ -84,12 +84,12 @@ def _respelled(key: str, tensor: DcpTensor) -> str:
         kind = state[2]
         if kind == "master_param" and tensor.dtype == _FLOAT32:
             kind = "param"  # of the optimizer that is aware of precisions
-        return f"optimizer.state.{kind}.{_plain(state[1])}"
+        return f"optimizer.state.{kind}.{_unfused_name(state[1])}"
     weight = _OTHER.fullmatch(key)
-    return _plain(weight[1]) if weight else key
+    return _unfused_name(weight[1]) if weight else key
 
 
-def _plain(name: str) -> str:
+def _unfused_name(name: str) -> str:
     within = name.removeprefix(BELOW)
     if is_carried(within):
         return name

@@ -218,7 +218,7 @@ class _FolderWriter:
                 path = ("optimizer", "param_to_group_meta", _IN_OPTIMIZER + key)
                 for field, chunk in fields.items():
                     self.folder.name((*path, field), chunk)
-        for field, value in _plain(optimizer.common.get("opt_param_scheduler")).items():
+        for field, value in _plain_fields(optimizer.common.get("opt_param_scheduler")).items():
             self.folder.name(("opt_param_scheduler", field), self.object(value))
 
 
@@ -230,7 +230,7 @@ class _GroupFinder:
         self._groups = []
         for group in optimizer.groups:
             lr = group.get("lr", lr)
-            settings = {key: value for key, value in _plain(group).items() if key != "params"}
+            settings = {key: value for key, value in _plain_fields(group).items() if key != "params"}
             self._groups.append({**_GROUP, "max_lr": lr, "min_lr": lr, **settings, "step": step or 0})
         self._parallel_experts = request.layout.ep > 1
 
@@ -256,7 +256,7 @@ class _GroupFinder:
         return best, self._groups[best]
 
 
-def _plain(fields: Any) -> dict[str, Any]:
+def _plain_fields(fields: Any) -> dict[str, Any]:
     """The fields of a group or a schedule that are numbers, texts, or lists of these; the others are tensors."""
     known = fields if isinstance(fields, Mapping) else {}
     return {key: value for key, value in known.items() if isinstance(key, str) and _is_plain(value)}

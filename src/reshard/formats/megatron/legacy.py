@@ -91,7 +91,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     by_path = {
         str(folder / folder_name(rank, layout) / STATE_FILE): content for rank, content in files.items()
     }
-    problems = reader.found.copies.problems() or [*other_runs(by_path)] or [*misplaced(by_path, layout)]
+    problems = reader.collected.copies.problems() or [*other_runs(by_path)] or [*misplaced(by_path, layout)]
     if misfits := reader.misfits():
         raise ReshardError(problems or misfits)
     return Checkpoint(
@@ -103,7 +103,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         layout=SavedLayout.of(layout),
         iteration=step,
         dropped=dropped,
-        replicas=reader.found.replicas,
+        replicas=reader.collected.replicas,
         problems=problems,
         notes=iterations.renamed_note(folder, files[ranks[0]].get("iteration")),
         variant="Transformer Engine" if reader.fused else "local",
@@ -161,7 +161,7 @@ class LegacyReader:
     def __init__(
         self, facts: JoiningFacts, shards: Mapping[tuple[int, int], int], *, gated: bool = True
     ) -> None:
-        self.found = CollectedShards()
+        self.collected = CollectedShards()
         self.fused = False
         self._layout, self._etp = facts.layout, shards
         self._local_experts = facts.experts // facts.layout.ep
@@ -206,13 +206,13 @@ class LegacyReader:
 
     def _add(self, rank: MegatronRank, first: int, key: str, stored: StoredTensor) -> None:
         tensor = Tensor.stored(stored)
-        for stored_as, part in self._named(rank, first, key, tensor):
+        for stored_as, part in self._global_names(rank, first, key, tensor):
             place = place_of(stored_as)
             tied = stored_as == "output_layer.weight" and self._is_tied_copy(rank)
             name = "embedding.word_embeddings.weight" if tied else stored_as
             shard = rank.tp if place.expert is None else self._etp[rank.tp, rank.ep]
             ranks = self._layout.tp if place.expert is None else self._layout.etp
-            self.found.add(name, key, part, self._split(name, part), shard, ranks)
+            self.collected.add(name, key, part, self._split(name, part), shard, ranks)
 
     def _split(self, name: str, part: Tensor) -> Split | None:
         """How a tensor was cut. Until 0.13, Transformer Engine also cut the down projections of latent attention."""
@@ -223,7 +223,7 @@ class LegacyReader:
         """Whether a rank's head is a copy of the embedding, as on the last of several stages if they are tied."""
         return self._layout.pp > 1 and rank.pp == self._layout.pp - 1 and self._tied
 
-    def _named(
+    def _global_names(
         self, rank: MegatronRank, first: int, key: str, tensor: Tensor
     ) -> Iterator[tuple[str, Tensor]]:
         """The global name of a tensor, or of each expert in it."""
@@ -261,17 +261,17 @@ class LegacyReader:
 
     def misfits(self) -> list[Problem]:
         """Problems of shards that are missing, or that differ in size from the others of their tensor."""
-        return self.found.misfits(_misfits)
+        return self.collected.misfits(_misfits)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, joined over the ranks that share them. Requires that there are no `misfits`."""
-        return self.found.joined()
+        return self.collected.joined()
 
 
 def _misfits(name: str, stored: TensorShards, split: Split) -> Iterator[Problem]:
     shards, ranks = stored.by_rank, stored.ranks
     first = shards[min(shards)]
-    if missing := stored.missing():
+    if missing := stored.missing_ranks():
         yield Problem(
             "legacy-shard-missing",
             "a shard of a tensor is missing",

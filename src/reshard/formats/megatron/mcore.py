@@ -307,7 +307,7 @@ def stages_of(args: Mapping[str, Any], layout: Layout) -> tuple[int, ...]:
     plan = plan.state.get("input_data") if isinstance(plan, Opaque) and isinstance(plan.state, dict) else plan
     if isinstance(plan, str):
         return tuple(stage.count("t") for stage in _written_out(plan).split("|"))
-    layers, ends = args.get("num_layers"), _ends(args)
+    layers, ends = args.get("num_layers"), _end_layers(args)
     if layout.vpp > 1 or layout.pp == 1 or not any(ends) or not isinstance(layers, int):
         return ()
     if sum(bool(args.get(name)) for name in _ACCOUNTED):
@@ -322,7 +322,7 @@ _ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pi
 _GIVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 
-def _ends(args: Mapping[str, Any]) -> tuple[int, int]:
+def _end_layers(args: Mapping[str, Any]) -> tuple[int, int]:
     """The layers of the first and the last stage, or how many layers embedding and loss stand for; 0 if not set."""
     names = _ACCOUNTED if any(args.get(name) for name in _ACCOUNTED) else _GIVEN
     first, last = (int(value) if isinstance(value := args.get(name), int) else 0 for name in names)

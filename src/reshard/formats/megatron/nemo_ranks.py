@@ -82,8 +82,8 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         tensors=reader.tensors(),
         description=ModelDescription(path, args=args),
         layout=SavedLayout.of(facts.layout),
-        replicas=reader.found.replicas,
-        problems=reader.found.copies.problems(),
+        replicas=reader.collected.replicas,
+        problems=reader.collected.copies.problems(),
         variant="Transformer Engine" if reader.fused else "local",
     )
 

@@ -96,7 +96,7 @@ def checkpoint_of(
         dialect=replace(MEGATRON, engine=engine_of(folder, common, tensors)),
         tensors=tensors,
         description=ModelDescription(
-            iterations.config_folder(folder), tokenizers=tuple(_beside(folder)), args=args
+            iterations.config_folder(folder), tokenizers=tuple(_tokenizer_folders(folder)), args=args
         ),
         layout=layout,
         iteration=step,
@@ -108,7 +108,7 @@ def checkpoint_of(
     )
 
 
-def _beside(folder: Path) -> Iterator[Path]:
+def _tokenizer_folders(folder: Path) -> Iterator[Path]:
     """The folders with the tokenizer of an iteration: Megatron-Bridge's, NeMo 2's, and NeMo 1's own folder."""
     yield from (each for each in (folder / "tokenizer", nemo.tokenizer_of(folder)) if each.is_dir())
     if (folder.parent / nemo_1.CONFIG_FILE).is_file():

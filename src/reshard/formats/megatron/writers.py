@@ -100,7 +100,7 @@ def args_of_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if field in args:
             args[arg] = args.pop(field)
-    args |= _activation(args.pop("gated_linear_unit", None), _called(fields.get("activation_func")))
+    args |= _activation(args.pop("gated_linear_unit", None), _function_name(fields.get("activation_func")))
     if "share_embeddings_and_output_weights" in args:
         args["untie_embeddings_and_output_weights"] = not args.pop("share_embeddings_and_output_weights")
     if "num_query_groups" in args:
@@ -131,7 +131,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _called(function: Any) -> str | None:
+def _function_name(function: Any) -> str | None:
     """The name of a function, from `{_target_: package.module.name, _call_: false}`."""
     target = function.get("_target_") if isinstance(function, Mapping) else None
     return str(target).rpartition(".")[2] if target else None

@@ -87,7 +87,9 @@ def _is_pair(name: str, tensor: Tensor) -> bool:
 def _in_peft(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for part, of_peft in _IN_PEFT.items():
         weights = {
-            f"{name.removesuffix(part)}weight": tensor if _SWITCH in name or part == "m" else _turned(tensor)
+            f"{name.removesuffix(part)}weight": tensor
+            if _SWITCH in name or part == "m"
+            else _transposed(tensor)
             for name, tensor in tensors.items()
             if name.endswith(f".{part}")
         }
@@ -95,7 +97,7 @@ def _in_peft(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             yield f"{name.removesuffix('weight')}{of_peft}", tensor
 
 
-def _turned(tensor: Tensor) -> Tensor:
+def _transposed(tensor: Tensor) -> Tensor:
     return Tensor(tensor.dtype, tensor.view.permute(1, 0))
 
 

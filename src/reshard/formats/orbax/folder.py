@@ -259,7 +259,9 @@ class _ArrayReader:
     def tensor(self, name: str, stored: str) -> Tensor:
         """A complete tensor as a view over the chunks of an array."""
         if self._container.is_plain(stored):
-            return self._plain(name, zarr_arrays.read_array(self._folder / stored, self._sources))
+            return self._uncompressed_tensor(
+                name, zarr_arrays.read_array(self._folder / stored, self._sources)
+            )
         array = self._container.array(stored)
         dtype = BY_NAME.get(array.dtype)
         if dtype is None:
@@ -283,7 +285,7 @@ class _ArrayReader:
             parts.append((low, View.of(Cells(storage, dtype), *size)))
         return Tensor(dtype, assemble(array.shape, parts))
 
-    def _plain(self, name: str, array: ZarrArray) -> Tensor:
+    def _uncompressed_tensor(self, name: str, array: ZarrArray) -> Tensor:
         """A tensor whose chunks are not compressed, as reshard writes them."""
         lacking = zarr_arrays.missing_chunks_problem(name, array)
         self._problems += [lacking] if lacking else zarr_arrays.size_problems(array, self._sources)

@@ -108,9 +108,9 @@ def _arrays(request: Request, *, scanned: bool) -> Iterator[OutputArray]:
     places: dict[str, LayerPosition | None] = {}
     for tensor in request.tensors:
         place = place_of(tensor.name, request.declared, scanned=scanned)
-        name = place.name if place else _beside(tensor.name)
+        name = place.name if place else _unlayered_name(tensor.name)
         places[name] = place
-        by_array.setdefault(name, []).append((place.number if place else 0, _turned(tensor)))
+        by_array.setdefault(name, []).append((place.number if place else 0, _transposed_head(tensor)))
     for name, parts in by_array.items():
         place = places[name]
         tensors = [tensor for _, tensor in sorted(parts, key=lambda part: part[0])]
@@ -119,11 +119,11 @@ def _arrays(request: Request, *, scanned: bool) -> Iterator[OutputArray]:
         )
 
 
-def _beside(name: str) -> str:
+def _unlayered_name(name: str) -> str:
     return name if name.startswith("token_embedder.") else f"decoder.{name}"
 
 
-def _turned(tensor: Planned) -> Planned:
+def _transposed_head(tensor: Planned) -> Planned:
     """The head as MaxText has it: [hidden size, rows]."""
     if tensor.name != HEAD:
         return tensor

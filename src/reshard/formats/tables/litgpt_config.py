@@ -45,7 +45,7 @@ SIZE_KEYS = {
 
 def sizes(settings: Mapping[str, Any]) -> Values:
     """The sizes that rules need. Raises ValueError for one that is no number."""
-    stated = {"n_query_groups": settings.get("n_head"), **_told(settings)}
+    stated = {"n_query_groups": settings.get("n_head"), **_set_values(settings)}
     if "head_size" not in stated and stated.get("n_head"):
         stated["head_size"] = stated.get("n_embd", 0) // stated["n_head"]
     for own in SIZE_KEYS.values():
@@ -55,7 +55,7 @@ def sizes(settings: Mapping[str, Any]) -> Values:
     return {key: stated[own] for key, own in SIZE_KEYS.items()}
 
 
-def _told(settings: Mapping[str, Any]) -> Values:
+def _set_values(settings: Mapping[str, Any]) -> Values:
     return {key: value for key, value in settings.items() if value is not None}
 
 
@@ -83,7 +83,7 @@ def _derived(settings: Mapping[str, Any]) -> Values | None:
         "rope_parameters": rope,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        **_own(model_type, settings, rope),
+        **_class_keys(model_type, settings, rope),
     }
 
 
@@ -105,7 +105,7 @@ def _model_type(settings: Mapping[str, Any]) -> str | None:
 
 
 def _is_usual(model_type: str, settings: Mapping[str, Any]) -> bool:
-    """Whether LitGPT computes what the class of transformers does with the keys that `_own` gives it."""
+    """Whether LitGPT computes what the class of transformers does with the keys that `_class_keys` gives it."""
     is_gemma, is_neox = model_type in GEMMAS, model_type in LAYER_NORM
     after = model_type in ("gemma2", "gemma3_text", "olmo2")
     wanted = {
@@ -186,7 +186,7 @@ def _rope(settings: Mapping[str, Any]) -> Values | None:
     }
 
 
-def _own(model_type: str, settings: Mapping[str, Any], rope: Values) -> Values:
+def _class_keys(model_type: str, settings: Mapping[str, Any], rope: Values) -> Values:
     """The keys that only some classes have."""
     window = {"sliding_window": settings.get("sliding_window_size")}
     experts = {"num_experts_per_tok": settings.get("n_expert_per_token")}

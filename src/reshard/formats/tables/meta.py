@@ -232,11 +232,11 @@ def _assumed(params: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[s
 def fit(request: Request) -> Request:
     """Refuse models that Meta's code does not build, and ranks that do not divide its sizes; all problems at once."""
     dims = request.declared.dims
-    raise_all([*shares(dims, request.layout), *_unlike(dims, request.config)])
+    raise_all([*shares(dims, request.layout), *_unlike_problems(dims, request.config)])
     return request
 
 
-def _unlike(dims: Dims, config: Mapping[str, Any]) -> Iterator[Problem]:
+def _unlike_problems(dims: Dims, config: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of what params.json cannot say."""
     scaling = rope_parameters(config)
     kind = scaling.get("rope_type", "default")

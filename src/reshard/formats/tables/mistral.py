@@ -58,7 +58,7 @@ def _is_of_mistral(folder: Path) -> bool:
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder or a file. Raises ReshardError."""
-    checkpoint = huggingface.open_checkpoint(_place(path), sources, iteration)
+    checkpoint = huggingface.open_checkpoint(_weights_path(path), sources, iteration)
     folder = checkpoint.description.folder
     config = object_beside(folder, CONFIG, sources)
     if foreign.with_names_of_a_tool(path, checkpoint.tensors, config) is None:
@@ -89,7 +89,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     )
 
 
-def _place(path: Path) -> Path:
+def _weights_path(path: Path) -> Path:
     """The path that has all weights: the index of shards, the only file, or the folder."""
     places = (path / name for name in (INDEX, SINGLE, OLD)) if path.is_dir() else ()
     return next((place for place in places if place.is_file()), path)

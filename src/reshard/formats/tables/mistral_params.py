@@ -81,7 +81,7 @@ def config_of(params: Mapping[str, Any], tensors: Collection[str], file: str) ->
     beyond += _odd_rope(stated)
     if "moe" in stated and "vision_encoder" in stated:
         beyond.append("moe beside vision_encoder")
-    if len({each for each in _listed(stated) if each is not None}) > 1:
+    if len({each for each in _window_list(stated) if each is not None}) > 1:
         beyond.append("windows of several sizes")
     if beyond:
         raise unsupported(beyond, file)
@@ -111,7 +111,7 @@ def _odd_rope(params: Mapping[str, Any]) -> Iterator[str]:
         yield f"two values of {_ORIGINAL}"
 
 
-def _listed(params: Mapping[str, Any]) -> list[Any]:
+def _window_list(params: Mapping[str, Any]) -> list[Any]:
     """The windows of layers, if they are in a list."""
     window = params.get("sliding_window", params.get("_sliding_window"))
     return window if isinstance(window, list) else []

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from reshard.algebra.layout import SavedLayout
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, assemble, overlaps
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed, raise_all, said
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed, raise_all, type_and_message
 from reshard.base.merged_problems import one_for_all
 from reshard.containers.safetensors import read_file
 from reshard.containers.torchfiles.untrusted import shape_of
@@ -152,11 +152,11 @@ def _files(weights: Path) -> dict[str, list[ParameterFile]]:
     for path in sorted(weights.rglob("model_*.safetensors")):
         if match := _FILE.fullmatch(path.name):
             name = ".".join((*path.relative_to(weights).parent.parts, match["weight"]))
-            by_name[name].append(ParameterFile(path, _place(match)))
+            by_name[name].append(ParameterFile(path, _axis_ranks(match)))
     return by_name
 
 
-def _place(match: re.Match[str]) -> AxisRanks | None:
+def _axis_ranks(match: re.Match[str]) -> AxisRanks | None:
     axes = [match[axis].split("-of-") for axis in ("pp", "tp", "ep") if match[axis]]
     if not axes:
         return None
@@ -180,7 +180,7 @@ def _read(files: Mapping[str, list[ParameterFile]], folder: Path, sources: Sourc
         if lacking:
             continue
         try:
-            tensors[name] = _joined(name, [_part(each.path, sources) for each in parameter_files])
+            tensors[name] = _joined(name, [_read_part(each.path, sources) for each in parameter_files])
         except ReshardError as error:
             problems += error.problems
     raise_all(one_for_all(problems, files, str(folder)))
@@ -231,7 +231,7 @@ class ParameterPart:
     boxes: tuple[tuple[tuple[int, ...], View], ...]
 
 
-def _part(path: Path, sources: Sources) -> ParameterPart:
+def _read_part(path: Path, sources: Sources) -> ParameterPart:
     tensors, metadata = read_file(path, sources)
     try:
         (tensor,) = (tensors[DATA],)
@@ -245,7 +245,7 @@ def _part(path: Path, sources: Sources) -> ParameterPart:
             "a file of nanotron does not say what it has",
             file=str(path),
             expected=f"a tensor {DATA}, and {SHAPE} and {SLICES} in the metadata, or none",
-            found=said(error),
+            found=type_and_message(error),
             remedy="copy the file again from where it was saved",
         ) from None
 
@@ -285,11 +285,11 @@ def _joined(name: str, parts: Sequence[ParameterPart]) -> Tensor:
     whole = assemble(first.shape, boxes)
     elements = sum(view.numel for _, view in boxes)
     if elements != whole.numel or overlaps(whole):
-        raise _misfit(name, parts, f"{elements} of {whole.numel} elements{_twice(parts)}")
+        raise _misfit(name, parts, f"{elements} of {whole.numel} elements{_duplicate_note(parts)}")
     return Tensor(first.tensor.dtype, whole)
 
 
-def _twice(parts: Iterable[ParameterPart]) -> str:
+def _duplicate_note(parts: Iterable[ParameterPart]) -> str:
     """The names of files that have the same slices: one is a copy of the other."""
     seen: dict[Any, Path] = {}
     for part in parts:

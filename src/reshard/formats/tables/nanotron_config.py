@@ -91,16 +91,24 @@ def hub_config(
     if factor := config.get("rope_seq_len_interpolation_factor"):
         same["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     if experts := config.get("moe_config"):
-        return {**same, **_named("qwen2_moe"), **_experts(config, experts), "qkv_bias": biased}
+        return {**same, **_model_keys("qwen2_moe"), **_experts(config, experts), "qkv_bias": biased}
     if interval:
-        return {**same, **_named("smollm3"), "no_rope_layer_interval": interval, "attention_bias": biased}
+        return {
+            **same,
+            **_model_keys("smollm3"),
+            "no_rope_layer_interval": interval,
+            "attention_bias": biased,
+        }
     if biased:
         windowed = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
-        return {**same, **_named("qwen2"), **(windowed if window else {"use_sliding_window": False})}
-    return {**same, **(_named("mistral") | {"sliding_window": window} if window else _named("llama"))}
+        return {**same, **_model_keys("qwen2"), **(windowed if window else {"use_sliding_window": False})}
+    return {
+        **same,
+        **(_model_keys("mistral") | {"sliding_window": window} if window else _model_keys("llama")),
+    }
 
 
-def _named(model_type: str) -> dict[str, Any]:
+def _model_keys(model_type: str) -> dict[str, Any]:
     return {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
 
 

@@ -64,7 +64,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         checkpoint,
         format=NAME,
         tensors=_on_hub(checkpoint.tensors, config),
-        notes=[*checkpoint.notes, *_told(config)],
+        notes=[*checkpoint.notes, *_rope_notes(config)],
     )
 
 
@@ -163,11 +163,11 @@ def _on_hub(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[st
         is_turned = _module(name) in LINEAR or (_is_head(name) and tensor.shape[-1] != hidden)
         view = tensor.view.permute(1, 0) if is_turned and len(tensor.shape) == 2 else tensor.view
         new = begin.sub("model.", name, count=1)
-        renamed |= {each: Tensor(tensor.dtype, part) for each, part in _apart(new, view, config)}
+        renamed |= {each: Tensor(tensor.dtype, part) for each, part in _unfused(new, view, config)}
     return renamed
 
 
-def _apart(name: str, view: View, config: Mapping[str, Any]) -> Iterator[tuple[str, View]]:
+def _unfused(name: str, view: View, config: Mapping[str, Any]) -> Iterator[tuple[str, View]]:
     """A projection that Paddle may fuse (`fuse_attention_qkv`, `fuse_attention_ffn`), as those that the Hub has."""
     rows, rest = view.shape[0], view.shape[1:]
     if fused := FUSED_QKV.fullmatch(name):
@@ -188,7 +188,7 @@ def _apart(name: str, view: View, config: Mapping[str, Any]) -> Iterator[tuple[s
         yield name, view
 
 
-def _told(config: Mapping[str, Any]) -> Iterator[str]:
+def _rope_notes(config: Mapping[str, Any]) -> Iterator[str]:
     """What config.json says in keys that transformers does not read."""
     if config.get("rope_scaling_type"):
         yield (

@@ -91,7 +91,7 @@ def _misfits(name: str, shards: TensorShards, split: Split) -> Iterator[Problem]
     """A problem if a part is missing, or parts are not alike."""
     kinds = {(part.dtype.name, part.shape) for part in shards.by_rank.values()}
     whole = all(len(shape) > split.axis for _, shape in kinds) and len(kinds) == 1
-    missing = shards.missing()
+    missing = shards.missing_ranks()
     if whole and not missing:
         return
     yield Problem(

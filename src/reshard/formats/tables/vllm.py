@@ -75,7 +75,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         scales = [name for name in content if ATTENTION_SCALE.fullmatch(name)]
         dropped["vLLM's scales of attention"] += sum(content.pop(name).nbytes for name in scales)
     sizes = _SharedSizes(config, ranks, folder)
-    joined = JoinedRanks([dict(_apart(content, sizes)) for content in contents], _split_of)
+    joined = JoinedRanks([dict(_unfused(content, sizes)) for content in contents], _split_of)
     tensors = joined.tensors()
     complete = _with_both_ends(tensors, config)
     heads = [replica for name in complete for replica in sizes.once(name, complete)]
@@ -177,7 +177,7 @@ def _split_of(name: str) -> Split | None:
     return Split(1) if CUT_BY_COLUMNS.fullmatch(name) else None
 
 
-def _apart(content: Mapping[str, Tensor], sizes: _SharedSizes) -> Iterator[tuple[str, Tensor]]:
+def _unfused(content: Mapping[str, Tensor], sizes: _SharedSizes) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a rank, its part of each projection under the name that the Hub has for it."""
     for name, tensor in content.items():
         fused = _fused(name)
@@ -205,15 +205,17 @@ class _SharedSizes:
 
     def __init__(self, config: Mapping[str, Any], ranks: int, folder: Path) -> None:
         self._ranks, self._folder = ranks, folder
-        self._heads = self._told(config, "num_attention_heads")
-        self._groups = self._told({"num_key_value_heads": self._heads, **config}, "num_key_value_heads")
-        self._vocabulary = self._told(config, "vocab_size")
+        self._heads = self._stated_size(config, "num_attention_heads")
+        self._groups = self._stated_size(
+            {"num_key_value_heads": self._heads, **config}, "num_key_value_heads"
+        )
+        self._vocabulary = self._stated_size(config, "vocab_size")
         if self._heads % ranks:
             raise self._misfit(f"{ranks} ranks", f"a divisor of num_attention_heads {self._heads}")
         self._copies = max(ranks // self._groups, 1)
         """How many ranks have each KV head."""
 
-    def _told(self, config: Mapping[str, Any], key: str) -> int:
+    def _stated_size(self, config: Mapping[str, Any], key: str) -> int:
         size = config.get(key)
         if isinstance(size, int) and size > 0:
             return size

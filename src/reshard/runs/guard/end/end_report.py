@@ -154,7 +154,7 @@ class EndReport:
         """What later checkpoints lack."""
         if self.saved is None:
             return {}
-        steps = [each for each in self.saved.found if each.diverged and each.step is not None]
+        steps = [each for each in self.saved.checkpoints if each.diverged and each.step is not None]
         reasons = {str(each.path): [f"lacks {name}" for name in each.lacks] for each in steps}
         return {**{str(path): lost for path, lost in self.saved.incomplete.items()}, **reasons}
 
