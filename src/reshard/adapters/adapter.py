@@ -97,7 +97,7 @@ def read_adapter(checkpoint: Checkpoint, name: str | None = None, alpha: float |
         _grouped(key, tensor) for key, tensor in checkpoint.tensors.items() if _is_grouped(key, tensor)
     ]:
         raise ReshardError(one_for_all(grouped, checkpoint.tensors, str(checkpoint.path)))
-    chosen = _chosen(parsed.values(), name, str(checkpoint.path))
+    chosen = _chosen_name(parsed.values(), name, str(checkpoint.path))
     parts: dict[str, dict[tuple[str, str], Tensor]] = defaultdict(dict)
     for key, part in parsed.items():
         if isinstance(part, PairPart) and part.adapter == chosen:
@@ -169,7 +169,7 @@ def _trained_biases(settings: AdapterSettings, base: Mapping[str, Tensor]) -> di
     return {name: tensor for name, tensor in base.items() if name.endswith(".bias")}
 
 
-def _chosen(parts: Iterable[PairPart | WholeWeight], name: str | None, file: str) -> str:
+def _chosen_name(parts: Iterable[PairPart | WholeWeight], name: str | None, file: str) -> str:
     """The name of the adapter to use, as in the names of tensors; "" if they have none."""
     names = sorted({part.adapter for part in parts if isinstance(part, PairPart)})
     if name is None and len(names) == 1:
@@ -219,7 +219,7 @@ def _pair_problems(module: str, tensors: Mapping[tuple[str, str], Tensor], file:
     for a, b, leaf in _KINDS:
         if ((a, leaf) in tensors) != ((b, leaf) in tensors):
             present, missing = (a, b) if (a, leaf) in tensors else (b, a)
-            yield _unpaired(f"{module}.{present}", f"{module}.{missing}", file)
+            yield _unpaired_problem(f"{module}.{present}", f"{module}.{missing}", file)
         elif (a, leaf) in tensors and tensors[a, leaf].shape[0] != tensors[b, leaf].shape[1]:
             yield Problem(
                 "adapter-pair-ranks-differ",
@@ -231,10 +231,10 @@ def _pair_problems(module: str, tensors: Mapping[tuple[str, str], Tensor], file:
                 remedy="the files are of different adapters: copy all of one again",
             )
     if not any((a, leaf) in tensors or (b, leaf) in tensors for a, b, leaf in _KINDS):
-        yield _unpaired(f"{module}.{MAGNITUDE}", f"{module}.lora_A and lora_B", file)
+        yield _unpaired_problem(f"{module}.{MAGNITUDE}", f"{module}.lora_A and lora_B", file)
 
 
-def _unpaired(present: str, missing: str, file: str) -> Problem:
+def _unpaired_problem(present: str, missing: str, file: str) -> Problem:
     return Problem(
         "adapter-pair-incomplete",
         "a tensor of the adapter has no partner",

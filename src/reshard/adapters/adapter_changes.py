@@ -229,13 +229,13 @@ def stacked(
         each = [[filled[index, part] for part in parts] for index in range(experts.count)]
         if len({change.scale for changes in each for change in changes}) > 1:
             raise ValueError(role)
-        changes = _joined(each, same)
+        changes = _joined_gate_and_up(each, same)
         if turned:
             changes = [change._replace(pair=turned_pair(change.pair)) for change in changes]
-        yield role, _stacked(changes)
+        yield role, _stacked_pair(changes)
 
 
-def _joined(each: list[list[ScaledPair]], same: Same) -> list[ScaledPair]:
+def _joined_gate_and_up(each: list[list[ScaledPair]], same: Same) -> list[ScaledPair]:
     """One change for gate and up of each expert; those that share no lora_A become blocks of one pair."""
     if len(each[0]) == 1:
         return [change for (change,) in each]
@@ -256,7 +256,7 @@ def _block_pair(gate: ScaledPair, up: ScaledPair) -> ScaledPair:
     return ScaledPair(LowRankPair(with_view(one.a, a), with_view(one.b, concat([above, below]))), gate.scale)
 
 
-def _stacked(each: list[ScaledPair]) -> ScaledPair:
+def _stacked_pair(each: list[ScaledPair]) -> ScaledPair:
     """One pair for all experts: rows of lora_A by expert, columns of lora_B by rank, then by expert."""
     first = each[0].pair
     out, rank = first.b.shape

@@ -65,13 +65,13 @@ def under_hub_names(checkpoint: Checkpoint, config: Mapping[str, Any] | None) ->
         for native in dict.fromkeys(str(piece.source) for piece in bound.view.pieces):
             owners.setdefault(native, []).append((hub, bound))
     tensors: dict[str, Tensor] = {}
-    problems = list(_mixed(checkpoint, dims))
+    problems = list(_mixed_rank_problems(checkpoint, dims))
     for name, tensor in checkpoint.tensors.items():
         parts = dict(_under_hub_names(name, tensor, owners))
         if family.live:
             parts = {family.live.begun_in_memory(hub): part for hub, part in parts.items()}
         if not parts:
-            problems.append(_unknown(name, tensor))
+            problems.append(_unknown_problem(name, tensor))
         tensors.update(parts)
     if problems:
         raise ReshardError(problems)
@@ -102,7 +102,7 @@ def _under_hub_names(
         yield f"{module}.lora_{part.side}.{part.name}.weight", Tensor(tensor.dtype, view)
 
 
-def _mixed(checkpoint: Checkpoint, dims: Dims) -> Iterator[Problem]:
+def _mixed_rank_problems(checkpoint: Checkpoint, dims: Dims) -> Iterator[Problem]:
     """Problems of canonical query, key and value pairs trained on more tensor-parallel ranks than query groups.
 
     In that case `LoRALinearSplitQKV` of Megatron-Bridge 0.3.1 treats parts of a head as a head, and fills the rest with
@@ -210,7 +210,7 @@ def _base(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> tuple[Fam
     return family, dims, Binding(rules(dims))
 
 
-def _unknown(name: str, tensor: Tensor) -> Problem:
+def _unknown_problem(name: str, tensor: Tensor) -> Problem:
     return Problem(
         "adapter-module-unknown",
         "a tensor of the adapter belongs to no module of the base",

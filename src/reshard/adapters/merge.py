@@ -45,7 +45,7 @@ def merge_adapter(
     """
     _refuse(adapter, base)
     weights = {name: Tensor(types(name, tensor.dtype), tensor.view) for name, tensor in base.items()}
-    problems = list(_trained(adapter, weights))
+    problems = list(_trained_weight_problems(adapter, weights))
     _replace(adapter.base, weights, types)
     untie(adapter, weights)
     _replace(adapter.whole, weights, types)
@@ -57,7 +57,7 @@ def merge_adapter(
             problems.append(target)
             continue
         weight = weights[target.weight]
-        weights[target.weight] = _merged(weight, target, adapter)
+        weights[target.weight] = _merged_weight(weight, target, adapter)
         if adapter.pairs[module].bias:
             problems += _merge_bias(module, target, weights)
     if problems:
@@ -87,7 +87,7 @@ def quantized_base(quantized: quantization.Quantization, path: Path | None = Non
     )
 
 
-def _trained(adapter: Adapter, weights: Mapping[str, Tensor]) -> Iterator[Problem]:
+def _trained_weight_problems(adapter: Adapter, weights: Mapping[str, Tensor]) -> Iterator[Problem]:
     """Problems of fully trained weights that the base lacks, or has in another shape; embeddings may have grown."""
     head = head_of(adapter)
     for name, tensor in {**adapter.base, **adapter.whole}.items():
@@ -96,12 +96,12 @@ def _trained(adapter: Adapter, weights: Mapping[str, Tensor]) -> Iterator[Proble
             continue
         if weight is None and weights and name not in TOKEN_WEIGHTS:
             unmerged = head_without_task(name, tensor, adapter)
-            yield unmerged or _misfit(name, "a weight of that name", "none", tensor.file)
+            yield unmerged or _misfit_problem(name, "a weight of that name", "none", tensor.file)
         elif (
             weight is not None
             and weight.shape[name in TOKEN_WEIGHTS :] != tensor.shape[name in TOKEN_WEIGHTS :]
         ):
-            yield _misfit(name, str(list(weight.shape)), str(list(tensor.shape)), tensor.file)
+            yield _misfit_problem(name, str(list(weight.shape)), str(list(tensor.shape)), tensor.file)
 
 
 def _replace(by: Mapping[str, Tensor], weights: dict[str, Tensor], types: Types) -> None:
@@ -131,7 +131,7 @@ def _targets(
             yield stacked
             return
         if not stacked:
-            yield _misfit(module, "stacked experts of these sizes", _shapes(pair), pair.a.file)
+            yield _misfit_problem(module, "stacked experts of these sizes", _shapes(pair), pair.a.file)
         for parameter, weight, pairs in stacked:
             if castable(weights[weight].dtype):
                 yield MergeTarget(weight, pairs, settings.scale(parameter, pairs[0].rank), rounded=True)
@@ -140,11 +140,11 @@ def _targets(
         return
     weight = next((name for name in _spellings(f"{module}.weight") if name in weights), "")
     if not weight:
-        yield _misfit(module, f"a weight {module}.weight", "none", pair.a.file)
+        yield _misfit_problem(module, f"a weight {module}.weight", "none", pair.a.file)
         return
     shape, wanted = weights[weight].shape, (pair.b.shape[0], pair.a.shape[1])
     if shape not in (wanted, wanted[::-1]) or (pair.embedding and shape != wanted[::-1]):
-        yield _misfit(module, str(list(shape)), _shapes(pair), pair.a.file)
+        yield _misfit_problem(module, str(list(shape)), _shapes(pair), pair.a.file)
     elif not castable(weights[weight].dtype):
         yield _not_a_float(weight, weights[weight])
     else:
@@ -158,7 +158,7 @@ def _spellings(name: str) -> tuple[str, ...]:
     return (name, name.replace(".mlp.", ".block_sparse_moe."))
 
 
-def _merged(weight: Tensor, target: MergeTarget, adapter: Adapter) -> Tensor:
+def _merged_weight(weight: Tensor, target: MergeTarget, adapter: Adapter) -> Tensor:
     """A weight, or each matrix of a stack, with its pair."""
     if len(weight.shape) == 2:
         return Tensor(weight.dtype, _sum(weight, target.pairs[0], target, adapter))
@@ -189,7 +189,7 @@ def _merge_bias(module: str, target: MergeTarget, weights: dict[str, Tensor]) ->
     bias = target.pairs[0].bias
     assert bias is not None
     if name not in weights:
-        return [_misfit(f"{module}.lora_B.bias", f"a bias {name}", "none", bias.file)]
+        return [_misfit_problem(f"{module}.lora_B.bias", f"a bias {name}", "none", bias.file)]
     base = weights[name]
     shifted = ShiftedBias(base, bias, target.scale, base.dtype)
     weights[name] = Tensor(base.dtype, View.of(shifted, *base.shape))
@@ -200,7 +200,7 @@ def _shapes(pair: LowRankPair) -> str:
     return f"lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}"
 
 
-def _misfit(tensor: str, expected: str, found: str, file: str) -> Problem:
+def _misfit_problem(tensor: str, expected: str, found: str, file: str) -> Problem:
     return Problem(
         "adapter-misfits-base",
         "the adapter does not match the base",

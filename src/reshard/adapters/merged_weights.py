@@ -126,7 +126,7 @@ class MergedWeight(Computed):
         weight = as_float(_as(read, raw, self._base.dtype, self.dtype), self.dtype).reshape(-1, columns)
         change = change * np.float32(self._delta.scale)
         if self._delta.rounded:
-            change = _rounded(read, change, self.dtype)
+            change = _rounded_values(read, change, self.dtype)
         return weight, change
 
     def _product(self, first: int, last: int, right: Floats, read: InputReader) -> Floats:
@@ -192,7 +192,7 @@ def _as(read: InputReader, raw: Floats, stored: DType, wanted: DType) -> Floats:
     return raw if stored == wanted else read.cast(raw, stored, wanted)
 
 
-def _rounded(read: InputReader, values: Floats, target: DType) -> Floats:
+def _rounded_values(read: InputReader, values: Floats, target: DType) -> Floats:
     """float32 values rounded to another dtype, converted back to float32."""
     raw = read.cast(np.ascontiguousarray(values).view(np.uint32), FLOAT32, target)
     return as_float(raw, target).astype(np.float32, copy=False)

@@ -105,7 +105,7 @@ class ExpertStacks:
             return sides_unknown(module, self._settings)
         if self._layout.by_expert is None and stack.experts < pair.rank:
             return order_unknown(module, self._settings)
-        pairs = _split(pair, stack.experts, ExpertLayout(turned, self._layout.by_expert))
+        pairs = _expert_pairs(pair, stack.experts, ExpertLayout(turned, self._layout.by_expert))
         if not stack.split:
             return [StackedChange(stack.parameter, stack.parameter, tuple(pairs))]
         return [
@@ -145,7 +145,7 @@ def _in_memory(module: str) -> str:
     return module.replace(".block_sparse_moe.", ".mlp.")
 
 
-def _split(pair: LowRankPair, count: int, layout: ExpertLayout) -> Iterator[LowRankPair]:
+def _expert_pairs(pair: LowRankPair, count: int, layout: ExpertLayout) -> Iterator[LowRankPair]:
     """The pair of each of `count` experts, of [rows, columns]."""
     rank = pair.rank // count
     a = pair.a.view.split(0, count, rank)

@@ -166,7 +166,7 @@ def _cut_to_cells(one: _Run, other: _Run) -> list[_Run]:
     return parts
 
 
-def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+def _merged_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     """Drop axes of one element, and merge adjacent axes that form one axis."""
     merged: list[Axis] = []
     for axis in axes:
@@ -185,12 +185,12 @@ def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 def _whole_axes(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> tuple[Axis, ...] | None:
     """The axes of a complete tensor; None if it is empty."""
     mine = row_major(shape)
-    return _merged(zip(shape, strides or mine, mine, strict=True)) if prod(shape) else None
+    return _merged_axes(zip(shape, strides or mine, mine, strict=True)) if prod(shape) else None
 
 
 def _tidy(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     """The axes of a piece: by falling target stride, merged."""
-    return _merged(sorted(axes, key=_by_target))
+    return _merged_axes(sorted(axes, key=_by_target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ class View:
         first = sum(at * step for at, step in zip(low, old, strict=True))
         if not prod(size):
             return View(tuple(shape), ())
-        box = _merged(zip(size, old, strides, strict=True))
+        box = _merged_axes(zip(size, old, strides, strict=True))
         pieces = []
         for piece in self.pieces:
             run = _Run(piece.at, piece.start, _flipped(piece.axes))

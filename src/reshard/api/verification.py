@@ -162,10 +162,10 @@ def verified(a: StrPath, b: StrPath | None, options: VerifyOptions) -> Compariso
         return check_record(source_path(a), threads, **hooks)
     if options.proof:
         return prove_output(source_path(a), source_path(b), options.base_path, options.on_step)
-    return _compared(a, b, options, hooks)
+    return _comparison_of(a, b, options, hooks)
 
 
-def _compared(
+def _comparison_of(
     a: StrPath, b: StrPath, options: CompareOptions, hooks: Mapping[str, Callable[[int], None]]
 ) -> Comparison:
     """The comparison of two checkpoints, with the logits and the page that are asked for."""

@@ -23,7 +23,7 @@ def is_no_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, ImportError):  # an error of the dynamic loader, which numpy quotes
-        return any(words in str(error) for words in ("failed to map segment", "cannot allocate memory"))
+        return any(message in str(error) for message in ("failed to map segment", "cannot allocate memory"))
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return not can_reserve(THREAD_STACK_BYTES)
     return isinstance(error, MemoryError)

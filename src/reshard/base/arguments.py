@@ -107,7 +107,7 @@ def with_options(
 
         @wraps(function)
         def wrapper(*positional_values: Any, **named: Any) -> Any:
-            bound, arguments = _bound(name, signature, positional_values, named), Arguments(name)
+            bound, arguments = _bound_arguments(name, signature, positional_values, named), Arguments(name)
             values = {
                 each: arguments.check(each, value, kinds.get(each, PATH))
                 for each, value in bound.arguments.items()
@@ -126,7 +126,7 @@ def with_options(
     return decorate
 
 
-def _bound(
+def _bound_arguments(
     name: str, signature: Signature, values: Sequence[Any], named: Mapping[str, Any]
 ) -> BoundArguments:
     """The arguments of a call by their names. Raises ArgumentsError unless the signature has them."""

@@ -50,7 +50,7 @@ def problems_of(error: Exception) -> list[Problem]:
     if is_no_memory(error):
         return [no_memory(error)]
     if isinstance(error, OSError):
-        return [_refused(error)]
+        return [_refusal(error)]
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return [
             Problem(
@@ -93,7 +93,7 @@ def no_memory(error: BaseException) -> Problem:
     )
 
 
-def _refused(error: OSError) -> Problem:
+def _refusal(error: OSError) -> Problem:
     """What the system refused."""
     if isinstance(error, FileNotFoundError) and error.filename is None:  # what getcwd raises
         return Problem(

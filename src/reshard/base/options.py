@@ -160,10 +160,10 @@ class Option:
 @cache
 def options_of(record: type) -> tuple[Option, ...]:
     """The options that a record declares, in their order. Evaluating annotations runs code: once is enough."""
-    return tuple(_declared(record))
+    return tuple(_declared_options(record))
 
 
-def _declared(record: type) -> Iterator[Option]:
+def _declared_options(record: type) -> Iterator[Option]:
     hints = get_type_hints(record, include_extras=True)
     help_texts = ChainMap(*(vars(each).get("HELP", {}) for each in record.__mro__))
     for each in fields(record):

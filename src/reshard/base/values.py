@@ -73,13 +73,13 @@ def dictionary(example: str) -> Kind:
     return Kind("dict", f"a dictionary, for example {example}", lambda value: isinstance(value, Mapping))
 
 
-def choice(words: Sequence[str]) -> Kind:
+def choice(choices: Sequence[str]) -> Kind:
     """One of some words."""
     return Kind(
-        " or ".join(map(repr, words)),
-        f"one of {', '.join(words)}",
-        lambda value: isinstance(value, str) and value in words,
-        choices=tuple(words),
+        " or ".join(map(repr, choices)),
+        f"one of {', '.join(choices)}",
+        lambda value: isinstance(value, str) and value in choices,
+        choices=tuple(choices),
     )
 
 
@@ -88,19 +88,19 @@ def name(known: Callable[[str], object], choices: Sequence[str] = ()) -> Kind:
     return Kind("str", "a name", lambda value: isinstance(value, str), convert=known, choices=tuple(choices))
 
 
-def count(least: int = 1, words: Sequence[str] = (), expected: str = "") -> Kind:
+def count(least: int = 1, choices: Sequence[str] = (), expected: str = "") -> Kind:
     """An integer from `least` to `MAX_COUNT`, or one of some words. True and False are none."""
 
     def accepts(value: Any) -> bool:
         is_integer = isinstance(value, int) and not isinstance(value, bool)
-        return least <= value <= MAX_COUNT if is_integer else isinstance(value, str) and value in words
+        return least <= value <= MAX_COUNT if is_integer else isinstance(value, str) and value in choices
 
     number = expected or f"an integer of at least {least}, and below 2^31"
     return Kind(
-        " or ".join([*map(repr, words), "int"]),
-        ", or ".join([number, *map(repr, words)]),
+        " or ".join([*map(repr, choices), "int"]),
+        ", or ".join([number, *map(repr, choices)]),
         accepts,
-        lambda text: text if text in words else int(text),
+        lambda text: text if text in choices else int(text),
     )
 
 

@@ -136,14 +136,14 @@ def main(argv: list[str] | None = None, command: click.Command = cli, program: s
         sys.exit(READER_GONE)
 
 
-def _run(command: click.Command, program: str, words: list[str]) -> Any:
+def _run(command: click.Command, program: str, arguments: list[str]) -> Any:
     try:
-        return command.main(args=words, prog_name=program, standalone_mode=False, obj=tuple(words))
+        return command.main(args=arguments, prog_name=program, standalone_mode=False, obj=tuple(arguments))
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)
     except (click.ClickException, ReshardError) as error:  # before a command started
-        _refuse(error, as_json="--json" in words)
+        _refuse(error, as_json="--json" in arguments)
         sys.exit(2)
     except click.Abort:  # Ctrl-C before a command started
         sys.exit(INTERRUPTED_STATUS)
@@ -151,7 +151,7 @@ def _run(command: click.Command, program: str, words: list[str]) -> Any:
         raise
     except Exception as error:
         problem = _last_words(error)
-        if "--json" in words:
+        if "--json" in arguments:
             click.echo(json.dumps({"problems": [problem.as_dict()]}))
     with suppress(OSError):
         click.echo(f"error: {problem}", err=True)

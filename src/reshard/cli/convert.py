@@ -146,14 +146,14 @@ def print_plan(result: Conversion) -> None:
         console.print(f"  {size(nbytes):>10}  {escape(path)}")
     if len(files) > 40:
         console.print(f"  … and {len(files) - 40} more files (--json lists all)")
-    console.print(f"  {size(sum(nbytes for _, nbytes in files)):>10}  in {_counted(len(files))}")
+    console.print(f"  {size(sum(nbytes for _, nbytes in files)):>10}  in {_file_count(len(files))}")
     console.print(f"buffers: at most {size(share.threads * share.each)} in {share.threads} threads")
     for rule, nbytes in plan.dropped.items():
         console.print(f"dropped: {escape(rule)}, {size(nbytes)}")
     console.print("unmatched: none")
 
 
-def _counted(files: int) -> str:
+def _file_count(files: int) -> str:
     return "1 file" if files == 1 else f"{files} files"
 
 

@@ -159,7 +159,7 @@ class _Distribution:
         except (Exception, CancelledError) as error:
             if self._tries[part.number] < MAX_TRIES and not isinstance(error, ImportError):
                 return None
-            raise _lost(part, self._tries[part.number], error) from _passing(error)
+            raise _lost_worker_error(part, self._tries[part.number], error) from _passing_error(error)
         if outcome.error:
             raise outcome.error
         return outcome
@@ -185,7 +185,7 @@ class _Distribution:
         return whole
 
 
-def _passing(error: BaseException) -> OSError:
+def _passing_error(error: BaseException) -> OSError:
     """The error of a lost worker as one that may not occur again, so that what is written is kept."""
     if isinstance(error, OSError):
         return error
@@ -194,7 +194,7 @@ def _passing(error: BaseException) -> OSError:
     return passing
 
 
-def _lost(part: PlanPart, tries: int, error: BaseException) -> ReshardError:
+def _lost_worker_error(part: PlanPart, tries: int, error: BaseException) -> ReshardError:
     if isinstance(error, ImportError):
         return ReshardError(
             "worker-cannot-load-reshard",

@@ -59,7 +59,7 @@ class Executor(Protocol):
 @contextmanager
 def opened(on: str) -> Iterator[Executor]:
     """The executor that `--on` names, ready for use; call `check` first. Raises ReshardError if nothing answers."""
-    kind, rest = _parsed(on)
+    kind, rest = _parsed_executor(on)
     executor: Executor = kind(rest)
     try:
         yield executor
@@ -69,7 +69,7 @@ def opened(on: str) -> Iterator[Executor]:
 
 def check_executor(on: str, folder: Path) -> None:
     """Raise ReshardError if no executor is named `on`, if its package is missing, or if it cannot write to `folder`."""
-    kind, _ = _parsed(on)
+    kind, _ = _parsed_executor(on)
     if kind is Slurm:
         check_texts(Path(gettempdir()) if is_remote(folder) else folder, on)
     if not find_spec(kind.package):
@@ -82,7 +82,7 @@ def check_executor(on: str, folder: Path) -> None:
         )
 
 
-def _parsed(on: str) -> tuple[type[Any], str]:
+def _parsed_executor(on: str) -> tuple[type[Any], str]:
     """The class of the executor, and the rest after its name."""
     for name, kind in EXECUTORS.items():
         if match := re.fullmatch(name + kind.form, on):

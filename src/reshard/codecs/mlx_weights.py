@@ -141,17 +141,17 @@ class AffineScales(_AffinePart):
     """The scales."""
 
     def _part(self, floats: Array, read: InputReader) -> Array:
-        return _stored(quantized(floats, self._settings.bits).scales, self.dtype, read)
+        return _stored_values(quantized(floats, self._settings.bits).scales, self.dtype, read)
 
 
 class AffineBiases(_AffinePart):
     """The biases."""
 
     def _part(self, floats: Array, read: InputReader) -> Array:
-        return _stored(quantized(floats, self._settings.bits).biases, self.dtype, read)
+        return _stored_values(quantized(floats, self._settings.bits).biases, self.dtype, read)
 
 
-def _stored(values: Array, dtype: DType, read: InputReader) -> Array:
+def _stored_values(values: Array, dtype: DType, read: InputReader) -> Array:
     return read.cast(np.ascontiguousarray(values, np.float32).view(np.uint32), FLOAT32, dtype)
 
 

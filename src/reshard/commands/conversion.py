@@ -144,7 +144,7 @@ def convert(
             executing_on(how.on, source, options, plan, how.checksum, how.limit, how.workers) as execute,
             destination.stage(plan, single, journal, for_uploads // share.threads) as stage,
         ):
-            report = _written(execute, plan, facts, share, how, journal, stage)
+            report = _write_files(execute, plan, facts, share, how, journal, stage)
     result = replace(result, report=report)
     if upload:
         upload.send(target, options, how.on_upload)
@@ -165,7 +165,7 @@ def _refuse_exchanged(source: Path, target: Path) -> None:
         )
 
 
-def _written(
+def _write_files(
     execute: Execute,
     plan: Plan,
     facts: dict[str, Any],

@@ -138,7 +138,7 @@ def prove_output(
     Raises ReshardError if there is no record, if the source has changed, or if planning fails.
     """
     if (source / RECORD).is_file() and output.exists() and not (output / RECORD).is_file():
-        raise ReshardError([_swapped(source, output)])
+        raise ReshardError([_swapped_problem(source, output)])
     record = read_unmodified(output)
     options = options_of(record, output)
     options = replace(options, base=base) if base else options
@@ -175,7 +175,7 @@ def _other_facts(plan: Plan, record: Mapping[str, Any], *, is_same: bool) -> Ite
             yield UsageFault(f"{RECORD}: {name}", difference)
 
 
-def _swapped(source: Path, output: Path) -> Problem:
+def _swapped_problem(source: Path, output: Path) -> Problem:
     return Problem(
         "proof-output-first",
         "the first checkpoint is an output of `convert`, the second is not",
@@ -287,7 +287,7 @@ class _SourceUsage:
         for name, tensor in self._tensors.items():
             self._add(name, tensor)
         for folder in plan.sources.named[1:]:
-            if not self._unknown():
+            if not self._unknown_storages():
                 break
             for name, tensor in self._of_base(folder).items():
                 self._add(unique := f"{name} of {folder}" if name in self._tensors else name, tensor)
@@ -308,7 +308,7 @@ class _SourceUsage:
         for storage, positions in storages_of(tensor.view).items():
             self._stored[storage][name] = positions
 
-    def _unknown(self) -> list[Storage]:
+    def _unknown_storages(self) -> list[Storage]:
         """Storages that are used but belong to no tensor of the source."""
         return [each for each in self._usage.stored if each not in self._stored]
 
@@ -360,7 +360,7 @@ class _SourceUsage:
                     source.copies += self._elements(storage, nbytes)
                 else:
                     source.unused[rule] = source.unused.get(rule, 0) + self._elements(storage, nbytes)
-        source.elsewhere = sum(usage.used(each).numel for each in self._unknown())
+        source.elsewhere = sum(usage.used(each).numel for each in self._unknown_storages())
         rules = [rule for rule in (*LOCATED, *sorted(plan.left_out)) if rule in plan.dropped]
         dropped, left = sum(plan.dropped[rule] for rule in rules), unused.total() - unused[COPY]
         if dropped != left and not self.faults:
@@ -439,12 +439,12 @@ class _SourceUsage:
         counts, taken = self._uses(storage), dict[str, int]()
         free = counts == 0
         for part in self._parts(storage):
-            dropped = free & (_counted(storage, part.pieces) > 0)
+            dropped = free & (_byte_counts(storage, part.pieces) > 0)
             taken[part.rule] = taken.get(part.rule, 0) + int(dropped.sum())
             free &= ~dropped
         for name in self._stored[storage]:
             if tensor := self._tensors.get(name):
-                mine = _counted(storage, stored_pieces(tensor.view)) > 0
+                mine = _byte_counts(storage, stored_pieces(tensor.view)) > 0
                 self._tell(name, storage, "never used", mine & free)
                 self._tell(name, storage, "used more than once", mine & (counts > 1))
         return int((counts > 0).sum()), taken
@@ -463,8 +463,8 @@ class _SourceUsage:
         distinct = {used: name for name, used in users.items() if name != COMPUTING}
         counts = np.zeros(storage.nbytes, np.uint16)
         for name in distinct.values():
-            counts += _counted(storage, stored_pieces(outputs[name].source()))
-        return np.maximum(counts, _counted(storage, self._usage.inputs(storage)) > 0)
+            counts += _byte_counts(storage, stored_pieces(outputs[name].source()))
+        return np.maximum(counts, _byte_counts(storage, self._usage.inputs(storage)) > 0)
 
 
 def _droppable_part(rule: str, view: View, storage: Storage) -> _Part:
@@ -472,7 +472,7 @@ def _droppable_part(rule: str, view: View, storage: Storage) -> _Part:
     return _Part(rule, total(bytes_of(*each) for each in pieces), pieces)
 
 
-def _counted(storage: Storage, pieces: Iterable[tuple[Cells, Piece]]) -> np.ndarray[Any, Any]:
+def _byte_counts(storage: Storage, pieces: Iterable[tuple[Cells, Piece]]) -> np.ndarray[Any, Any]:
     """How often each byte of a storage is in pieces; pieces of other storages are skipped."""
     counts = np.zeros(storage.nbytes, np.uint16)
     for cells, piece in pieces:

@@ -77,7 +77,7 @@ class Inspection:
             "weights": c.amount,
             "carried": "; ".join(carried),
             "dtypes": ", ".join(f"{name} × {number}" for name, number in sorted(c.dtypes.items())),
-            "quantized": _quantized(c),
+            "quantized": _quantization_text(c),
             "optimizer": f"yes, {size(c.dropped[OPTIMIZER_STATES])}" if c.dropped[OPTIMIZER_STATES] else "",
         }
         return {name: value for name, value in rows.items() if value}
@@ -187,7 +187,7 @@ def inspect_checkpoint(
     )
 
 
-def _quantized(checkpoint: Checkpoint) -> str:
+def _quantization_text(checkpoint: Checkpoint) -> str:
     quantization = checkpoint.quantization
     if quantization is None:
         return ""

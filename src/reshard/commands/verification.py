@@ -351,10 +351,10 @@ def compare_weights(
     """
     ledger = Ledger(every=True, most=share.ranges)
     with first.checkpoint.sources.unchanged(ledger.passed):
-        return _compared(first, second, share, ledger, on_total, on_bytes, [] if measured else None)
+        return _comparison_of(first, second, share, ledger, on_total, on_bytes, [] if measured else None)
 
 
-def _compared(
+def _comparison_of(
     first: Side,
     second: Side,
     share: ThreadShare,
@@ -386,7 +386,7 @@ def _compared(
 
     def work(index: int, stopped: Event) -> list[Row]:
         with closing(Comparer(stopped, share, ledger)) as comparer:
-            return _differing(first, second, taken(waiting, stopped), comparer, on_bytes, changes)
+            return _differing_rows(first, second, taken(waiting, stopped), comparer, on_bytes, changes)
 
     differing = [row for part in together(work, share.threads) for row in part]
     rows += [row for row in differing if row.kind not in EXPLAINED]
@@ -464,7 +464,7 @@ def _exact(first: Side, second: Side, name: str) -> list[Tensor]:
     return [Tensor(FLOAT64, side.tensors.view(name)) for side in sides]
 
 
-def _differing(
+def _differing_rows(
     first: Side,
     second: Side,
     names: Iterable[str],

@@ -70,16 +70,16 @@ def read_array(folder: Path, sources: Sources) -> ZarrArray:
     metadata = _read_zarray(folder, sources)
     for key, plain in UNCOMPRESSED.items():
         if metadata.get(key) not in plain:
-            raise _unsupported(folder, key, f"{key} {plain[0]}", metadata.get(key))
+            raise _unsupported_error(folder, key, f"{key} {plain[0]}", metadata.get(key))
     dtype = DTYPES.get(metadata["dtype"]) if isinstance(metadata.get("dtype"), str) else None
     if dtype is None:
-        raise _unsupported(folder, "dtype", f"one of {', '.join(DTYPES)}", metadata.get("dtype"))
+        raise _unsupported_error(folder, "dtype", f"one of {', '.join(DTYPES)}", metadata.get("dtype"))
     try:
         shape, grid = shape_of(metadata["shape"]), shape_of(metadata["chunks"])
         if len(shape) != len(grid) or 0 in grid:
             raise ValueError(f"chunks of {list(grid)} in a shape of {list(shape)}")
     except UNUSABLE as error:
-        raise _unreadable(folder, type_and_message(error)) from error
+        raise _unreadable_error(folder, type_and_message(error)) from error
     return ZarrArray(dtype, shape, list(_chunks(folder, dtype, shape, grid)), folder, grid)
 
 
@@ -88,11 +88,11 @@ def _read_zarray(folder: Path, sources: Sources) -> dict[str, Any]:
     try:
         metadata = json_of(sources.read(folder / ZARRAY, MAX_ZARRAY_BYTES))
     except OSError as error:
-        raise _unreadable(folder, error.strerror or "it cannot be read") from None
+        raise _unreadable_error(folder, error.strerror or "it cannot be read") from None
     except ValueError as error:
-        raise _unreadable(folder, type_and_message(error)) from None
+        raise _unreadable_error(folder, type_and_message(error)) from None
     if not isinstance(metadata, dict):
-        raise _unreadable(folder, reprlib.repr(metadata))
+        raise _unreadable_error(folder, reprlib.repr(metadata))
     return metadata
 
 
@@ -164,7 +164,7 @@ def read_chunk(array: ZarrArray, chunk: DcpChunk) -> StoredTensor:
     return StoredTensor(Storage(chunk.file, 0, chunk.length), array.dtype, chunk.sizes, strides)
 
 
-def _unreadable(folder: Path, found: str) -> ReshardError:
+def _unreadable_error(folder: Path, found: str) -> ReshardError:
     return ReshardError(
         "zarr-array-unreadable",
         "the description of an array cannot be read",
@@ -176,7 +176,7 @@ def _unreadable(folder: Path, found: str) -> ReshardError:
     )
 
 
-def _unsupported(folder: Path, key: str, expected: str, found: Any) -> ReshardError:
+def _unsupported_error(folder: Path, key: str, expected: str, found: Any) -> ReshardError:
     return ReshardError(
         "zarr-array-unsupported",
         "an array is stored in a way that megatron-core does not write",

@@ -60,14 +60,14 @@ def command(
         to=huggingface.NAME,
         base=origin_hf_dir,
         max_shard_size=chunk_size,
-        beside=_others(origin_hf_dir) if origin_hf_dir else {},
+        beside=_copied_files(origin_hf_dir) if origin_hf_dir else {},
     )
     convert_as_asked(
         input_dir, output_dir, options, partial(_check, origin=origin, vocabulary=vocab_size), overwrite=force
     )
 
 
-def _others(folder: Path) -> Mapping[str, Path]:
+def _copied_files(folder: Path) -> Mapping[str, Path]:
     """The files of a folder that are copied: all that are no weights, in any format."""
     weights = [*huggingface.FOR_OTHER_PROGRAMS, "*.safetensors", "*.index.json", RECORD]
     return {

@@ -104,7 +104,7 @@ class Family:
         return (lambda dims: within.placed(rules(dims))) if rules and within else rules
 
     @property
-    def _spelled(self) -> set[str]:
+    def _spelling_engines(self) -> set[str]:
         """The engines with names of their own for some of its tensors."""
         parts = self.within.carried if self.within else ()
         return {*self.dialects, *(other for part in parts for other in part.others)} & ENGINE_TITLES.keys()
@@ -112,7 +112,7 @@ class Family:
     @property
     def engines(self) -> list[str]:
         """The engines known to support it: the one that computes it, its judges, and those with names of their own."""
-        known = {self.computed_by, *self.judged, *self._spelled}
+        known = {self.computed_by, *self.judged, *self._spelling_engines}
         return [engine for engine in ENGINE_TITLES if engine in known]
 
     def engine_for(self, engine: str | None) -> str:
@@ -120,7 +120,7 @@ class Family:
 
         Most families have the same names for all engines.
         """
-        return engine if engine in self._spelled else self.computed_by
+        return engine if engine in self._spelling_engines else self.computed_by
 
     def carried(self, names: Iterable[str], *, native: bool) -> set[str]:
         """The tensors in `names` (hub or Megatron-Core names) that are copied unchanged."""

@@ -71,17 +71,17 @@ def _no_yarn_factor(value: Any, args: Args) -> bool:
     return bool(first(args, ("rotary_scaling_factor",), 1.0) <= 1)
 
 
-def _beyond(value: Any, args: Args) -> bool:
+def _exceeds_layers(value: Any, args: Args) -> bool:
     """Whether every how many layers something happens is more than there are."""
     return isinstance(value, int) and 0 < first(args, ("num_layers",), 0) < value
 
 
 def _nowhere(value: Any, args: Args) -> bool:
-    return not any(value) if isinstance(value, list | tuple) else _beyond(value, args)
+    return not any(value) if isinstance(value, list | tuple) else _exceeds_layers(value, args)
 
 
 def _everywhere(value: Any, args: Args) -> bool:
-    return all(value) if isinstance(value, list | tuple) else _beyond(value, args)
+    return all(value) if isinstance(value, list | tuple) else _exceeds_layers(value, args)
 
 
 def _no_window(value: Any, args: Args) -> bool:

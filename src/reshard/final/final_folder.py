@@ -91,7 +91,7 @@ def final_of(saved: FoundCheckpoint, place: Path, request: FinalRequest = FinalR
     checks = list(_checks(saved, draft, request))
     if not all(check.right for check in checks):
         return FinalFolder(draft, tuple(checks))
-    published = checked("your files", lambda: _published(draft, place))
+    published = checked("your files", lambda: _publish(draft, place))
     if published.found:
         checks.append(published)
     return FinalFolder(place if published.right else draft, tuple(checks))
@@ -108,7 +108,7 @@ def without_checkpoint(place: Path, where: Path) -> FinalFolder:
     return FinalFolder(draft_of(place), (CheckResult("checkpoint", problem.message, (problem,)),))
 
 
-def _published(draft: Path, place: Path) -> str:
+def _publish(draft: Path, place: Path) -> str:
     """Move a checked folder to its place; tells what was kept of the folder that it replaces."""
     recover(place)
     kept = publish(draft, place, _of_the_user(place))

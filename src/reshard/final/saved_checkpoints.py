@@ -110,7 +110,7 @@ def saved_in(folder: Path, since: float = 0.0) -> SavedCheckpoints:
 
 def _checkpoint_at(when: float, place: Path, top: Path) -> FoundCheckpoint | list[str]:
     """A checkpoint, or what shows that it is none; nothing if it may be anything, or is `top` with its steps."""
-    if lost := _lost(place):
+    if lost := _damage(place):
         return lost
     try:
         checkpoint = open_checkpoint(place)
@@ -154,11 +154,11 @@ def step_of(place: Path) -> int | None:
 
 def _candidates(folder: Path, since: float) -> list[tuple[float, Path]]:
     """Steps, and the folder itself if it has weights, with the time of their last change."""
-    places = [(_changed(each), each) for each in _steps(folder)]
+    places = [(_change_time(each), each) for each in _steps(folder)]
     names = [each for each in _entries(folder) if step_of(each) is None]
     weights = [each.stat().st_mtime for each in names if each.suffix in declared().weights]
     if (weights or not places) and folder.is_dir() and detect(folder):
-        places.append((max(weights, default=_changed(folder)), folder))
+        places.append((max(weights, default=_change_time(folder)), folder))
     return [(when, each) for when, each in places if when >= since]
 
 
@@ -181,7 +181,7 @@ def _steps(top: Path) -> Iterator[Path]:
                 below.append(entry)
             elif not entry.name.isdecimal():
                 yield entry
-        yield from (entry for folder in level for entry in _numbered(folder))
+        yield from (entry for folder in level for entry in _numbered_checkpoints(folder))
         level = below
 
 
@@ -191,24 +191,24 @@ def _entries(folder: Path) -> list[Path]:
     return []
 
 
-def _numbered(folder: Path) -> list[Path]:
+def _numbered_checkpoints(folder: Path) -> list[Path]:
     """The last checkpoints named by a bare number, which may name anything."""
     numbers = [entry for entry in _entries(folder) if entry.name.isdecimal() and entry.is_dir()]
     last = sorted(numbers, key=lambda entry: int(entry.name))[-MAX_OPENED:]
     return [entry for entry in last if detect(entry) is not None]
 
 
-def _changed(folder: Path) -> float:
+def _change_time(folder: Path) -> float:
     """When a folder or what is directly in it was last changed."""
     times = [each.lstat().st_mtime for each in (folder, *_entries(folder)[:MAX_FILES]) if each.exists()]
     return max(times, default=0.0)
 
 
-def _lost(folder: Path) -> list[str]:
+def _damage(folder: Path) -> list[str]:
     """What shows that a checkpoint was not finished, or is damaged, besides its weights."""
     if folder.is_file():
         return [] if _is_whole(folder) else ["it is cut off"]
-    return [*_untracked(folder), *_cut(folder)]
+    return [*_untracked(folder), *_cut_files(folder)]
 
 
 def _untracked(folder: Path) -> Iterator[str]:
@@ -226,7 +226,7 @@ def _untracked(folder: Path) -> Iterator[str]:
         yield f"{tracker} names step {last[0]}: this one was not finished"
 
 
-def _cut(folder: Path) -> Iterator[str]:
+def _cut_files(folder: Path) -> Iterator[str]:
     """Files of torch.save that end too early, as those do that are being written."""
     for file in _inside(folder):
         with suppress(OSError):

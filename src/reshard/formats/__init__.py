@@ -210,7 +210,7 @@ def open_checkpoint(
     check_open(path)
     path = foreign.in_archive(path)
     refuse_unfinished(path, sources)
-    folder, format, iteration = _located(path, iteration)
+    folder, format, iteration = _locate(path, iteration)
     if format.name == huggingface.NAME and (of_tool := foreign.named_by_a_tool(folder)):
         raise ReshardError(of_tool)
     with reading_values(folder):
@@ -235,7 +235,7 @@ def open_checkpoint(
     )
 
 
-def _located(path: Path, iteration: Iteration | None) -> tuple[Path, Format, Iteration | None]:
+def _locate(path: Path, iteration: Iteration | None) -> tuple[Path, Format, Iteration | None]:
     """The folder of the checkpoint at or below `path`, its format, and the iteration that is left to find in it."""
     folder, was_step = find_weights.descend(path, lambda place: detect(place) is not None, iteration)
     iteration = None if was_step else iteration

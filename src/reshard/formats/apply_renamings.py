@@ -29,10 +29,10 @@ def to_hub(tensors: Iterable[Planned], rules: Rules, config: Mapping[str, Any]) 
     Raises ReshardError if the tensors do not fit the rules.
     """
     originals, saving = list(tensors), saved(rules)
-    as_hub = _tried(originals, saving, config, to_memory=False)
+    as_hub = _try_applied(originals, saving, config, to_memory=False)
     if as_hub is not None and _names(as_hub) == _names(originals):
         return originals
-    if as_hub is not None and _are(_tried(as_hub, rules, config), originals):
+    if as_hub is not None and _are(_try_applied(as_hub, rules, config), originals):
         return as_hub
     loaded = applied(originals, rules, config)
     renamed = applied(loaded, saving, config, to_memory=False)
@@ -49,7 +49,7 @@ def on_hub(tensors: Mapping[str, Tensor], rules: Rules, config: Mapping[str, Any
     return {each.name: Tensor(each.dtype, each.source()) for each in renamed}
 
 
-def _tried(
+def _try_applied(
     tensors: Iterable[Planned], rules: Rules, config: Mapping[str, Any], *, to_memory: bool = True
 ) -> list[Planned] | None:
     """`applied`; None if the tensors do not fit, because they are those of the other side."""
@@ -73,17 +73,17 @@ def applied(
     tensors: Iterable[Planned], rules: Rules, config: Mapping[str, Any], *, to_memory: bool = True
 ) -> list[Planned]:
     """The tensors after all rules, in one direction. Raises ReshardError if they do not fit an operation."""
-    ordered = sorted(tensors, key=lambda tensor: _natural(tensor.name))
+    ordered = sorted(tensors, key=lambda tensor: _natural_key(tensor.name))
     renames = [rule for rule in rules if not rule.operations]
     converters = [rule for rule in rules if rule.operations]
-    guards = _guards(renames, {_like(tensor.name)[0] for tensor in ordered})
+    guards = _guards(renames, {_normalized_name(tensor.name)[0] for tensor in ordered})
 
     def rename(name: str) -> _MatchedName:
         for rule, guard in zip(renames, guards, strict=True):
             name = rule.applied(name, guard=guard).name
         return _MatchedName(name)
 
-    renaming, converting = _SameForExperts(rename), _SameForExperts(partial(_converted, converters))
+    renaming, converting = _SameForExperts(rename), _SameForExperts(partial(_matching_converter, converters))
 
     def renamed(name: str) -> str:
         return renaming(name).name
@@ -110,7 +110,7 @@ def applied(
             continue
         positioned += [
             (group.position, new if to_memory else renamed(new), tensor)
-            for new, tensor in _expanded(name, converted)
+            for new, tensor in _full_names(name, converted)
         ]
     raise_all(problems)
     positioned.sort(key=lambda each: each[0])
@@ -136,7 +136,7 @@ class _MatchedName(NamedTuple):
     pattern: int = 0
 
 
-def _converted(converters: Rules, name: str) -> _MatchedName:
+def _matching_converter(converters: Rules, name: str) -> _MatchedName:
     """The first rule that converts a tensor."""
     for at, rule in enumerate(converters):
         new, matched = rule.applied(name)
@@ -166,7 +166,7 @@ class _SameForExperts:
         self._function, self._known = function, dict[str, _MatchedName]()
 
     def __call__(self, name: str) -> _MatchedName:
-        like, expert = _like(name)
+        like, expert = _normalized_name(name)
         if not expert:
             return self._function(name)
         match = self._known.get(like)
@@ -175,7 +175,7 @@ class _SameForExperts:
         return match._replace(name=match.name.replace(_ANY, expert))
 
 
-def _like(name: str) -> tuple[str, str]:
+def _normalized_name(name: str) -> tuple[str, str]:
     """A name with a number that no expert has, and the number that it had; "" if it is of no expert."""
     expert = _EXPERT.search(name)
     return (name[: expert.start()] + _ANY + name[expert.end() :], expert[0]) if expert else (name, "")
@@ -185,7 +185,7 @@ _EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
 _ANY = "7000000000"
 
 
-def _expanded(name: str, converted: Tensors) -> Iterator[tuple[str, Planned]]:
+def _full_names(name: str, converted: Tensors) -> Iterator[tuple[str, Planned]]:
     """Names in full: of the patterns, the one that is part of `name` tells what is before and after it."""
     full = name.replace("*.", "0.")
     inner = next((key for key in converted if key in full), None)
@@ -194,6 +194,6 @@ def _expanded(name: str, converted: Tensors) -> Iterator[tuple[str, Planned]]:
         yield before + key + after, tensor
 
 
-def _natural(name: str) -> list[tuple[int, int | str]]:
+def _natural_key(name: str) -> list[tuple[int, int | str]]:
     """Numbers in the order of their values."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"\.", name)]

@@ -94,7 +94,7 @@ def no_checkpoint(
     if not whole and (known := foreign.recognized(path)):
         return ReshardError(known)
     children = sorted(path.iterdir()) if path.is_dir() else []
-    several = [] if whole else [str(below) for below in _below(path, holds)]
+    several = [] if whole else [str(below) for below in _checkpoints_below(path, holds)]
     closed = [child.name for child in children if child.is_dir() and not can_list(child)]
     if whole:
         remedy = f"this is a part of a checkpoint: pass {whole}"
@@ -116,7 +116,7 @@ def no_checkpoint(
     )
 
 
-def _below(path: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
+def _checkpoints_below(path: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
     """The checkpoints below a folder, the nearest first.
 
     In the Hub's cache they are in `models--Org--Name/snapshots/COMMIT`, for verl in

@@ -56,7 +56,9 @@ def state_dict_in(content: dict[Any, Any], file: str) -> dict[str, StoredTensor]
     They are at the top, below one of `WEIGHT_PATHS`, or in the only other dict with tensors. The prefix that the module
     of a training loop adds to names below a key is removed. Raises ReshardError if there are several such dicts.
     """
-    nests = {path: _unwrapped(tensors, file) if path else tensors for path, tensors in _nests(content)}
+    nests = {
+        path: _unwrapped_tensors(tensors, file) if path else tensors for path, tensors in _nests(content)
+    }
     for path in ((), *(tuple(key.split(".")) for key in WEIGHT_PATHS)):
         if path in nests:
             return nests[path]
@@ -97,7 +99,7 @@ def _nests(content: dict[Any, Any]) -> Iterator[tuple[tuple[str, ...], dict[str,
             ]
 
 
-def _unwrapped(tensors: Mapping[str, StoredTensor], file: str) -> dict[str, StoredTensor]:
+def _unwrapped_tensors(tensors: Mapping[str, StoredTensor], file: str) -> dict[str, StoredTensor]:
     prefix = prefix_of(tensors)
     return under_new_names(((name, name.removeprefix(prefix), item) for name, item in tensors.items()), file)
 

@@ -81,7 +81,9 @@ def _indexed(index: Path, sources: Sources) -> WeightFiles:
     missing = [shard for shard in shards if shard not in present]
     others = [] if present else sorted(index.parent.glob(f"*{shards[0].suffix}")) if shards else []
     problems = (
-        [_other_names(index, missing, others)] if others else [_missing(index, shard) for shard in missing]
+        [_other_names(index, missing, others)]
+        if others
+        else [_missing_problem(index, shard) for shard in missing]
     )
     return WeightFiles(present, index, named, tuple(problems))
 
@@ -111,7 +113,7 @@ def _other_names(index: Path, missing: list[Path], others: list[Path]) -> Proble
     )
 
 
-def _missing(index: Path, shard: Path) -> Problem:
+def _missing_problem(index: Path, shard: Path) -> Problem:
     return Problem(
         "shard-missing",
         "a shard is missing",

@@ -117,14 +117,14 @@ def convert(tensors: Tensors, operations: Sequence[Operation], context: Operatio
     return tensors
 
 
-def _changed(tensor: Planned, shape: Sequence[int], change: Callable[[View], View]) -> Planned:
+def _changed_tensor(tensor: Planned, shape: Sequence[int], change: Callable[[View], View]) -> Planned:
     """A tensor whose elements are those of another, moved by `change` when its view is needed."""
     source = tensor.source
     return Planned(tensor.name, tensor.dtype, tuple(shape), lambda: change(source()))
 
 
 def _reshape(tensor: Planned, shape: Sequence[int]) -> Planned:
-    return _changed(tensor, shape, lambda view: view.reshape(*shape))
+    return _changed_tensor(tensor, shape, lambda view: view.reshape(*shape))
 
 
 def _of_all(patterns: Sequence[str], tensors: Tensors) -> list[list[Planned]]:
@@ -134,14 +134,14 @@ def _of_all(patterns: Sequence[str], tensors: Tensors) -> list[list[Planned]]:
     return [tensors[each] for each in patterns]
 
 
-def _only(tensors: Tensors) -> Planned:
+def _only_tensor(tensors: Tensors) -> Planned:
     planned = [each for group in tensors.values() for each in group]
     if len(planned) != 1:
         raise UnfitError(f"one tensor is expected, not {len(planned)}")
     return planned[0]
 
 
-def _joined(parts: Sequence[Planned], axis: int, *, is_stack: bool = False) -> Planned:
+def _joined_tensor(parts: Sequence[Planned], axis: int, *, is_stack: bool = False) -> Planned:
     """Tensors as one: along an axis, or along a new one."""
     first = parts[0]
     if is_stack:
@@ -161,10 +161,10 @@ def _piece(tensor: Planned, axis: int, begin: int, size: int) -> Planned:
     """A range of an axis."""
     shape = (*tensor.shape[:axis], size, *tensor.shape[axis + 1 :])
     index = (*[slice(None)] * axis, slice(begin, begin + size))
-    return _changed(tensor, shape, lambda view: view[index])
+    return _changed_tensor(tensor, shape, lambda view: view[index])
 
 
-def _cut(tensor: Planned, axis: int, parts: int) -> list[Planned]:
+def _cut_tensor(tensor: Planned, axis: int, parts: int) -> list[Planned]:
     """As many equal parts of an axis, which must divide."""
     size, rest = divmod(tensor.shape[axis] if axis < len(tensor.shape) else 1, parts)
     if rest or not size:
@@ -179,15 +179,15 @@ def _slices(tensor: Planned, axis: int) -> list[Planned]:
     if axis == 0:
         return _rows(tensor)
     rest = (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
-    return [_reshape(part, rest) for part in _cut(tensor, axis, tensor.shape[axis])]
+    return [_reshape(part, rest) for part in _cut_tensor(tensor, axis, tensor.shape[axis])]
 
 
-def _numbered(pattern: str, count: int) -> list[str]:
+def _numbered_names(pattern: str, count: int) -> list[str]:
     return [pattern.replace("*", str(index)) for index in range(count)]
 
 
 def _by_number(pattern: str, parts: Sequence[Planned]) -> Tensors:
-    return {name: [part] for name, part in zip(_numbered(pattern, len(parts)), parts, strict=True)}
+    return {name: [part] for name, part in zip(_numbered_names(pattern, len(parts)), parts, strict=True)}
 
 
 def _chunk(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
@@ -196,8 +196,8 @@ def _chunk(tensors: Tensors, operation: Operation, context: OperationContext) ->
         return _concatenate(tensors, {**operation, "inverse": False}, context)
     names = list(context.after)
     if attribute := operation.get("num_shards_attribute"):
-        names = _numbered(names[0], context.size(attribute))
-    parts = _cut(_only(tensors), operation.get("dim", 0), len(names))
+        names = _numbered_names(names[0], context.size(attribute))
+    parts = _cut_tensor(_only_tensor(tensors), operation.get("dim", 0), len(names))
     return {name: [part] for name, part in zip(names, parts, strict=True)}
 
 
@@ -205,7 +205,7 @@ def _split(tensors: Tensors, operation: Operation, context: OperationContext) ->
     """One tensor cut into parts of the sizes that their modules have, or the reverse."""
     if operation.get("inverse"):
         return _concatenate(tensors, {**operation, "inverse": False}, context)
-    tensor, axis, begin = _only(tensors), operation.get("dim", 0), 0
+    tensor, axis, begin = _only_tensor(tensors), operation.get("dim", 0), 0
     result: Tensors = {}
     for target in context.after:
         size = _rows_of(target, context)
@@ -236,7 +236,7 @@ def _concatenate(tensors: Tensors, operation: Operation, context: OperationConte
     if operation.get("inverse"):
         return _chunk(tensors, {**operation, "inverse": False}, context)
     parts = [each for group in _of_all(context.before, tensors) for each in group]
-    return {context.after[0]: [_joined(parts, operation.get("dim", 0))]}
+    return {context.after[0]: [_joined_tensor(parts, operation.get("dim", 0))]}
 
 
 def _merge(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
@@ -253,7 +253,7 @@ def _merge(tensors: Tensors, operation: Operation, context: OperationContext) ->
             "some projections of experts are missing", missing=[min(lengths)], count=max(lengths)
         )
     return {
-        (context.after[0] if is_last else pattern): [_joined(parts, axis, is_stack=True)]
+        (context.after[0] if is_last else pattern): [_joined_tensor(parts, axis, is_stack=True)]
         for pattern, parts in tensors.items()
     }
 
@@ -292,35 +292,35 @@ def _rows(tensor: Planned) -> list[Planned]:
     ]
 
 
-def _transposed(tensor: Planned, one: int, other: int) -> Planned:
+def _transposed_tensor(tensor: Planned, one: int, other: int) -> Planned:
     order = list(range(len(tensor.shape)))
     order[one], order[other] = order[other], order[one]
-    return _changed(tensor, [tensor.shape[axis] for axis in order], lambda view: view.permute(*order))
+    return _changed_tensor(tensor, [tensor.shape[axis] for axis in order], lambda view: view.permute(*order))
 
 
 def _transpose(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
     """Two axes swapped: the same in both directions."""
-    tensor = _transposed(_only(tensors), operation.get("dim0", 0), operation.get("dim1", 1))
+    tensor = _transposed_tensor(_only_tensor(tensors), operation.get("dim0", 0), operation.get("dim1", 1))
     return {context.after[0] if len(context.after) == 1 else context.before[0]: [tensor]}
 
 
-def _halved(tensor: Planned, axis: int, sizes: tuple[int, int]) -> Planned:
+def _swapped_halves(tensor: Planned, axis: int, sizes: tuple[int, int]) -> Planned:
     """An axis split in two, which are swapped and merged again."""
     order = list(range(len(tensor.shape) + 1))
     order[axis], order[axis + 1] = axis + 1, axis
-    return _changed(
+    return _changed_tensor(
         tensor, tensor.shape, lambda view: view.split(axis, *sizes).permute(*order).reshape(*tensor.shape)
     )
 
 
 def _interleave(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
     """Even and odd places of an axis put after each other, or the reverse."""
-    tensor, axis = _only(tensors), operation.get("dim", 0)
+    tensor, axis = _only_tensor(tensors), operation.get("dim", 0)
     half, rest = divmod(tensor.shape[axis], 2)
     if rest:
         raise UnfitError(f"{tensor.name} {list(tensor.shape)} has an odd axis {axis}")
     sizes = (2, half) if bool(operation.get("inverse")) else (half, 2)
-    return {context.after[0]: [_halved(tensor, axis, sizes)]}
+    return {context.after[0]: [_swapped_halves(tensor, axis, sizes)]}
 
 
 def _permute_for_rope(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
@@ -335,7 +335,7 @@ def _permute_for_rope(tensors: Tensors, operation: Operation, context: Operation
     for pattern, parts in tensors.items():
         is_wanted = wanted is None or any(name in pattern for name in wanted)
         permuted = (
-            [_rotated(each, heads, inverse=bool(operation.get("inverse"))) for each in parts]
+            [_rotated_rows(each, heads, inverse=bool(operation.get("inverse"))) for each in parts]
             if is_wanted
             else parts
         )
@@ -343,7 +343,7 @@ def _permute_for_rope(tensors: Tensors, operation: Operation, context: Operation
     return result
 
 
-def _rotated(tensor: Planned, heads: int, *, inverse: bool) -> Planned:
+def _rotated_rows(tensor: Planned, heads: int, *, inverse: bool) -> Planned:
     half, rest = divmod(tensor.shape[0], 2 * heads)
     if rest:
         raise UnfitError(f"{tensor.name} {list(tensor.shape)} cannot be divided into {heads} heads")
@@ -354,12 +354,12 @@ def _rotated(tensor: Planned, heads: int, *, inverse: bool) -> Planned:
         order = (0, 2, 1, *range(3, 3 + len(inner)))
         return view.reshape(heads, *pair, *inner).permute(*order).reshape(*tensor.shape)
 
-    return _changed(tensor, tensor.shape, turn)
+    return _changed_tensor(tensor, tensor.shape, turn)
 
 
 def _flatten(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
     """The kernel of a three-dimensional convolution as a matrix, or the reverse."""
-    tensor = _only(tensors)
+    tensor = _only_tensor(tensors)
     rows = tensor.shape[0]
     inner = (operation["in_channels"], *operation["kernel_size"])
     shape = (rows, *inner) if operation.get("inverse") else (rows, prod(tensor.shape[1:]))
@@ -374,7 +374,7 @@ def _experts_of_two_kinds(tensors: Tensors, operation: Operation, context: Opera
     groups = _of_all(context.before, tensors)
     result: Tensors = {}
     if operation.get("inverse"):
-        cut = [_cut(group[0], join, len(context.after)) for group in groups]
+        cut = [_cut_tensor(group[0], join, len(context.after)) for group in groups]
         for index, pattern in enumerate(context.after):
             result |= _by_number(pattern, [each for parts in cut for each in _slices(parts[index], stack)])
         return result
@@ -382,14 +382,14 @@ def _experts_of_two_kinds(tensors: Tensors, operation: Operation, context: Opera
         halves = []
         for group in groups:
             size = ceil(len(group) / len(context.after))
-            halves.append(_joined(group[index * size : (index + 1) * size], stack, is_stack=True))
-        result[pattern] = [_joined(halves, join)]
+            halves.append(_joined_tensor(group[index * size : (index + 1) * size], stack, is_stack=True))
+        result[pattern] = [_joined_tensor(halves, join)]
     return result
 
 
 def _unpad(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
     """A head with a row for each token, filled up with zeros on the Hub to the rows of the embedding."""
-    tensor = _only(tensors)
+    tensor = _only_tensor(tensors)
     rows = context.size("vocab_size" if operation.get("inverse") else "unpadded_vocab_size")
     more = rows - tensor.shape[0]
     if more < 0:
@@ -403,22 +403,22 @@ def _unpad(tensors: Tensors, operation: Operation, context: OperationContext) ->
         zeros = View.of(Cells(ZERO, tensor.dtype), more * prod(rest))
         return concat([view, zeros.reshape(more, *rest)], 0)
 
-    return {context.after[0]: [_changed(tensor, (rows, *rest), filled)]}
+    return {context.after[0]: [_changed_tensor(tensor, (rows, *rest), filled)]}
 
 
 def _merge_queries(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
     """The queries [layers, 4, hidden] of query, key, value and MLP, which the Hub has in two tensors."""
     if operation.get("inverse"):
-        tensor = _only(tensors)
+        tensor = _only_tensor(tensors)
         parts = [_piece(tensor, 1, at, 1) for at in range(4)]
         flat = (2 * tensor.shape[0], *tensor.shape[2:])
-        pairs = [_joined([parts[0], parts[3]], 1), _joined(parts[1:3], 1)]
+        pairs = [_joined_tensor([parts[0], parts[3]], 1), _joined_tensor(parts[1:3], 1)]
         names = zip(context.after, pairs, strict=True)
         return {name: [_reshape(pair, flat)] for name, pair in names}
     pairs = [group[0] for group in _of_all(context.before, tensors)]
     halves = [_reshape(each, (each.shape[0] // 2, 2, *each.shape[1:])) for each in pairs]
     outer = [_piece(halves[0], 1, at, 1) for at in range(2)]
-    return {context.after[0]: [_joined([outer[0], halves[1], outer[1]], 1)]}
+    return {context.after[0]: [_joined_tensor([outer[0], halves[1], outer[1]], 1)]}
 
 
 def _plain_experts(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
@@ -426,28 +426,28 @@ def _plain_experts(tensors: Tensors, operation: Operation, context: OperationCon
     if len(tensors) > 1:
         why = "the experts are quantized in a format that reshard cannot read"
         raise UnfitError(why, remedy=_BY_TRANSFORMERS)
-    return {context.after[0]: [_only(tensors)]}
+    return {context.after[0]: [_only_tensor(tensors)]}
 
 
 def _channels_last(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
     """A convolution's kernel [out, in, …] as [out, …, in], or the reverse."""
-    tensor = _only(tensors)
+    tensor = _only_tensor(tensors)
     axes = list(range(len(tensor.shape)))
     order = [0, axes[-1], *axes[1:-1]] if operation.get("inverse") else [0, *axes[2:], 1]
     shape = [tensor.shape[axis] for axis in order]
-    return {context.after[0]: [_changed(tensor, shape, lambda view: view.permute(*order))]}
+    return {context.after[0]: [_changed_tensor(tensor, shape, lambda view: view.permute(*order))]}
 
 
 def _add(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
     """A number added to each element, rounded once to the tensor's own dtype; or subtracted."""
-    tensor = _only(tensors)
+    tensor = _only_tensor(tensors)
     by = -operation["by"] if operation.get("inverse") else operation["by"]
     kind = tensor.dtype if tensor.dtype.itemsize > 2 else dtype("float32")  # it may be stored in more bits
 
     def added(view: View) -> View:
         return changed(tensor.name, Tensor(kind, view), plus(by))
 
-    return {context.after[0]: [_changed(tensor, tensor.shape, added)]}
+    return {context.after[0]: [_changed_tensor(tensor, tensor.shape, added)]}
 
 
 def _absorb_latent(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
@@ -461,20 +461,20 @@ def _absorb_latent(tensors: Tensors, operation: Operation, context: OperationCon
             raise UnfitError(
                 f"{first.name} {list(first.shape)} is not {list(shapes['keys'])}, as config.json says"
             )
-        joined = _joined([_transposed(first, 1, 2), second], 1)
+        joined = _joined_tensor([_transposed_tensor(first, 1, 2), second], 1)
         flat = (heads * (keys + values), latent)
         return {context.after[0]: [_reshape(joined, flat)]}
-    tensor, by_head = _only(tensors), (heads, keys + values, latent)
+    tensor, by_head = _only_tensor(tensors), (heads, keys + values, latent)
     if prod(tensor.shape) != prod(by_head):
         raise UnfitError(f"{tensor.name} {list(tensor.shape)} is not {list(by_head)}, as config.json says")
     split = _reshape(tensor, by_head)
-    parts = [_transposed(_piece(split, 1, 0, keys), 1, 2), _piece(split, 1, keys, values)]
+    parts = [_transposed_tensor(_piece(split, 1, 0, keys), 1, 2), _piece(split, 1, keys, values)]
     return {name: [part] for name, part in zip(context.after, parts, strict=True)}
 
 
 def _ungroup_heads(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
     """The rows of queries, keys and values by groups of heads, put after each other by kind; or the reverse."""
-    tensor = _only(tensors)
+    tensor = _only_tensor(tensors)
     heads = context.size("num_attention_heads")
     groups = context.size("num_key_value_heads", default=heads)
     size, rest = divmod(tensor.shape[0], heads + 2 * groups)
@@ -498,7 +498,7 @@ def _ungroup_heads(tensors: Tensors, operation: Operation, context: OperationCon
         return concat(parts, 1).reshape(*tensor.shape)
 
     change = by_group if operation.get("inverse") else by_kind
-    return {context.after[0]: [_changed(tensor, tensor.shape, change)]}
+    return {context.after[0]: [_changed_tensor(tensor, tensor.shape, change)]}
 
 
 OPERATIONS: dict[str, Callable[[Tensors, Operation, OperationContext], Tensors]] = {

@@ -99,16 +99,16 @@ class DeferredTensor(torch.Tensor):  # type: ignore[misc]
                 return func(*args, **kwargs)
             if func in VIEW_OPERATIONS and isinstance(args[0], cls):
                 view = _viewed(func, args[0], args[1:], kwargs)
-                return _applied(func, args, kwargs) if view is None else view
+                return _apply(func, args, kwargs) if view is None else view
             if func is torch.Tensor.copy_ and len(args) > 1 and isinstance(args[1], cls):
-                return _copied(args[0], args[1], *args[2:], **kwargs)
-            return _applied(func, args, kwargs)
+                return _copy(args[0], args[1], *args[2:], **kwargs)
+            return _apply(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _applied(func, args, kwargs or {})
+        return _apply(func, args, kwargs or {})
 
 
 def _torch_dtype(lazy: LazyTensor) -> torch.dtype:
@@ -129,12 +129,12 @@ def _read(value: Any) -> Any:
     return value
 
 
-def _applied(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _apply(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What an operation returns for tensors that are read first."""
     return func(*map(_read, args), **{key: _read(each) for key, each in kwargs.items()})
 
 
-def _copied(target: torch.Tensor, source: DeferredTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _copy(target: torch.Tensor, source: DeferredTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`target.copy_(source)`. A meta tensor has no elements, so nothing is read for it."""
     if target.dtype != source.dtype and (target.dtype in NARROW_DTYPES or source.dtype in NARROW_DTYPES):
         wide = {target.dtype, source.dtype} & {*WIDE_DTYPES}
@@ -172,7 +172,7 @@ def _viewed(
     return view if shapes == wanted else None
 
 
-def _same(tensor: DeferredTensor, *_: Any, **__: Any) -> DeferredTensor:
+def _same_tensor(tensor: DeferredTensor, *_: Any, **__: Any) -> DeferredTensor:
     return tensor
 
 
@@ -215,7 +215,7 @@ def _squeeze(tensor: DeferredTensor, dim: int | None = None) -> DeferredTensor |
     return tensor.cut(axis, 0) if tensor.shape[axis] == 1 else tensor
 
 
-def _split(
+def _split_tensor(
     tensor: DeferredTensor, size: int | list[int] | tuple[int, ...], dim: int = 0
 ) -> tuple[DeferredTensor, ...]:
     axis = dim % tensor.ndim
@@ -229,7 +229,7 @@ def _split(
 
 
 def _chunk(tensor: DeferredTensor, chunks: int, dim: int = 0) -> tuple[DeferredTensor, ...]:
-    return _split(tensor, max(-(-tensor.shape[dim] // chunks), 1), dim)
+    return _split_tensor(tensor, max(-(-tensor.shape[dim] // chunks), 1), dim)
 
 
 def _unbind(tensor: DeferredTensor, dim: int = 0) -> tuple[DeferredTensor, ...]:
@@ -273,8 +273,8 @@ VIEW_OPERATIONS: dict[Any, Callable[..., Any]] = {
     torch.unsqueeze: _unsqueeze,
     torch.Tensor.squeeze: _squeeze,
     torch.squeeze: _squeeze,
-    torch.Tensor.split: _split,
-    torch.split: _split,
+    torch.Tensor.split: _split_tensor,
+    torch.split: _split_tensor,
     torch.Tensor.chunk: _chunk,
     torch.chunk: _chunk,
     torch.Tensor.unbind: _unbind,
@@ -286,8 +286,8 @@ VIEW_OPERATIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.t: _t,
     torch.t: _t,
     torch.Tensor.T.__get__: _t,
-    torch.Tensor.contiguous: _same,
-    torch.Tensor.detach: _same,
-    torch.Tensor.data.__get__: _same,
+    torch.Tensor.contiguous: _same_tensor,
+    torch.Tensor.detach: _same_tensor,
+    torch.Tensor.data.__get__: _same_tensor,
 }
 """Views that are followed without reading. Each function returns None for arguments that it cannot follow."""

@@ -36,7 +36,7 @@ def load_chunks(chunks: Sequence[torch.nn.Module], weights: Weights, *, verify: 
     stored more than once, and the CRC32s that the files record.
     """
     _require_groups()
-    inner = [_unwrapped(chunk) for chunk in chunks]
+    inner = [_inner_model(chunk) for chunk in chunks]
     resolved = weights.plan.source
     model, logical = resolved.declared, logical_tensors(resolved)
     if model.family.computed_by != MCORE:
@@ -100,7 +100,7 @@ def _layout(chunks: int, *, has_experts: bool) -> Layout:
     )
 
 
-def _unwrapped(module: Any) -> Any:
+def _inner_model(module: Any) -> Any:
     """The model inside of Megatron's wrappers, each of which has it as `module`."""
     while is_chunk(module) and hasattr(module, "module"):
         module = module.module

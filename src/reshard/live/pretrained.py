@@ -32,7 +32,7 @@ def from_pretrained(
         folder = Path(place)
         weights.write_companions(folder)
         with _without_initializing():
-            model = _built(auto, folder, trust_remote_code, build)
+            model = _build_model(auto, folder, trust_remote_code, build)
         generation = _generation(folder)
     _keep_in_float32(model)
     model.tie_weights()
@@ -46,7 +46,7 @@ def from_pretrained(
     return model.eval()
 
 
-def _built(auto: Any, folder: Path, trusted: bool, build: Mapping[str, Any]) -> Any:
+def _build_model(auto: Any, folder: Path, trusted: bool, build: Mapping[str, Any]) -> Any:
     """The model with memory for its weights, in which there is nothing yet."""
     transformers = _transformers()
     try:

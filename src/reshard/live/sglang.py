@@ -54,7 +54,7 @@ class SGLangLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def download_model(self, model_config: Any) -> None:
         """Check that the checkpoint can be opened. Weights are read from where they are."""
-        len(_opened(model_config, self._options_of(model_config)))
+        len(_open_weights(model_config, self._options_of(model_config)))
 
     def load_model(self, *, model_config: Any, device_config: Any) -> torch.nn.Module:
         """Build and load a model. Raises ReshardError if a parameter is not in the checkpoint, or does not fit it."""
@@ -69,7 +69,7 @@ class SGLangLoader(DefaultModelLoader):  # type: ignore[misc]
         engine_loading.refuse_several_sources(ENGINE, _more_sources(model, options))
         path = model_config.model_path
         _LOADED[model_config] = LoadedModel(path, path, options)
-        return self._tensors(model_config, _opened(model_config, options))
+        return self._tensors(model_config, _open_weights(model_config, options))
 
     def _get_weights_iterator(self, source: Any, **_: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights that replace those of a loaded model: those at SGLang's new path, or at the same one.
@@ -77,11 +77,11 @@ class SGLangLoader(DefaultModelLoader):  # type: ignore[misc]
         Raises ReshardError before any weight is replaced if they are not those of the same model.
         """
         config = source.model_config
-        loaded = _loaded(config)
+        loaded = _loaded_model(config)
         is_first = config.model_path == loaded.first
         options = loaded.options if is_first else engine_loading.elsewhere(loaded.options, loaded.first)
         try:
-            weights = _opened(config, options)
+            weights = _open_weights(config, options)
             engine_loading.refuse_another_model(weights, loaded.shapes)
         except Exception:
             config.model_path = loaded.path  # which SGLang has already replaced
@@ -126,12 +126,12 @@ class SGLangLoader(DefaultModelLoader):  # type: ignore[misc]
         return {} if is_other else self._options
 
 
-def _opened(model_config: Any, options: Mapping[str, Any]) -> Weights:
+def _open_weights(model_config: Any, options: Mapping[str, Any]) -> Weights:
     folder = engine_loading.with_revision(str(model_config.model_path), model_config.revision)
     return engine_loading.opened(ENGINE, EngineModel(folder, model_config.quantization), options)
 
 
-def _loaded(model_config: Any) -> LoadedModel:
+def _loaded_model(model_config: Any) -> LoadedModel:
     """What is in a model, also if another loader put it there."""
     served = get_model().model_path
     draft = get_spec().speculative_draft_model_path if model_config.is_draft_model else None

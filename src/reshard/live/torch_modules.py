@@ -79,9 +79,9 @@ def load_into(module: torch.nn.Module, weights: Weights, how: ReadOptions) -> Lo
     if problems := [*problems, *_differences(module, places, planned, file)]:
         raise ReshardError(one_for_all(problems, names | planned.keys(), file))
     fills = {name: each for each in places if (name := _name_in(each, planned)) is not None}
-    if unequal := unequal_replicas([*_tied(places, planned)], shared(how.workers, how.memory)):
+    if unequal := unequal_replicas([*_tied_replicas(places, planned)], shared(how.workers, how.memory)):
         raise ReshardError(unequal)
-    wanted = [_wanted(planned[name], each) for name, each in fills.items()]
+    wanted = [_wanted_part(planned[name], each) for name, each in fills.items()]
     wanted.sort(key=lambda each: place(each.tensor))
     counts: list[int] = []
     with telling_what_changed(len(wanted), counts, file):
@@ -148,7 +148,7 @@ def _name_in(target: _LocalTensor, planned: Mapping[str, Planned]) -> str | None
     return next((name for name in target.names if name in planned), None)
 
 
-def _tied(places: Collection[_LocalTensor], planned: Mapping[str, Planned]) -> Iterator[Replica]:
+def _tied_replicas(places: Collection[_LocalTensor], planned: Mapping[str, Planned]) -> Iterator[Replica]:
     """The tensors of the checkpoint that are one tensor in the module, and so must be equal."""
     for each in places:
         for first, other in pairwise(planned[name] for name in each.names if name in planned):
@@ -243,7 +243,7 @@ def _dtype_of(tensor: torch.Tensor) -> DType:
     return BY_NAME.get(name) or DType(name, tensor.dtype.itemsize, "", None)
 
 
-def _wanted(planned: Planned, target: _LocalTensor) -> WantedTensor:
+def _wanted_part(planned: Planned, target: _LocalTensor) -> WantedTensor:
     """The part of a tensor that the module holds, read into its memory if that is possible."""
     local = target.local
     view = planned.source()

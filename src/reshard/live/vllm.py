@@ -58,12 +58,12 @@ class VLLMLoader(BaseModelLoader):  # type: ignore[misc]
 
     def download_model(self, model_config: Any) -> None:
         """Check that the checkpoint can be opened. Weights are read from where they are."""
-        len(_opened(model_config, self._options))
+        len(_open_weights(model_config, self._options))
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Load a model. Raises ReshardError if a parameter is not in the checkpoint, or does not fit it."""
         _refuse_what_needs_another_loader(model, model_config)
-        filling = WeightsForModel(ENGINE, _opened(model_config, self._options_of(model_config)))
+        filling = WeightsForModel(ENGINE, _open_weights(model_config, self._options_of(model_config)))
         with LoadingNotes(model) as loading:
             reported = model.load_weights(filling.tensors())
         shared = engine_loading.shared_by_draft(model) if model_config.runner_type == "draft" else ()
@@ -81,7 +81,7 @@ class VLLMLoader(BaseModelLoader):  # type: ignore[misc]
         loaded = _LOADED[model]
         try:
             _refuse_experts_on_cpu(model_config)
-            weights = _opened(model_config, self._options_for(model_config, loaded.first))
+            weights = _open_weights(model_config, self._options_for(model_config, loaded.first))
             engine_loading.refuse_another_model(weights, loaded.shapes)
         except ReshardError:
             model_config.model = loaded.path  # which vLLM has already replaced
@@ -102,7 +102,7 @@ class VLLMLoader(BaseModelLoader):  # type: ignore[misc]
         return self._options
 
 
-def _opened(model_config: Any, options: Mapping[str, Any]) -> Weights:
+def _open_weights(model_config: Any, options: Mapping[str, Any]) -> Weights:
     return engine_loading.opened(ENGINE, _engine_model(model_config), options)
 
 

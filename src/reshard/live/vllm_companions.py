@@ -34,7 +34,7 @@ class ConfigParser(HFConfigParser):  # type: ignore[misc]
 
     def parse(self, model: str | Path, *args: Any, **options: Any) -> Any:
         """What vLLM's own parser finds in it. Raises ReshardError if the checkpoint has no config."""
-        return super().parse(_written(str(model)).name, *args, **options)
+        return super().parse(_written_folder(str(model)).name, *args, **options)
 
 
 class Tokenizer:
@@ -43,7 +43,7 @@ class Tokenizer:
     @classmethod
     def from_pretrained(cls, path_or_repo_id: str | Path, *args: Any, **options: Any) -> Any:
         """vLLM's tokenizer from it. Raises ReshardError if there is none: transformers would make up an empty one."""
-        folder = _written(str(path_or_repo_id)).name
+        folder = _written_folder(str(path_or_repo_id)).name
         if not find_companions(Sources(), folder).has_tokenizer:
             raise ReshardError(
                 "engine-tokenizer-missing",
@@ -56,7 +56,7 @@ class Tokenizer:
 
 
 @cache
-def _written(checkpoint: str) -> TemporaryDirectory[str]:
+def _written_folder(checkpoint: str) -> TemporaryDirectory[str]:
     """A folder with the files beside the weights, which is deleted when the process ends."""
     folder = TemporaryDirectory(prefix="reshard-")
     open_weights(checkpoint).write_companions(Path(folder.name))

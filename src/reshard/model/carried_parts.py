@@ -43,7 +43,7 @@ class CarriedParts:
         checkpoint, within = self.checkpoint, self.family.within
         if within is None:
             return self, []
-        respelled = self if checkpoint.has_hub_names else self._respelled(within)
+        respelled = self if checkpoint.has_hub_names else self._with_todays_names(within)
         absent = respelled._not_saved(within)
         if not absent:
             return respelled, []
@@ -56,7 +56,7 @@ class CarriedParts:
                 "pass the model that it was trained from (--base)"
             ]
         if not checkpoint.has_hub_names:
-            added = _native(within, added, checkpoint.dialect.rules, self.config)
+            added = _native_tensors(within, added, checkpoint.dialect.rules, self.config)
         tensors = {**respelled.checkpoint.tensors, **added}
         note = f"{named} are copied from {self.folder}: the engine keeps none"
         return replace(respelled, checkpoint=replace(respelled.checkpoint, tensors=tensors)), [note]
@@ -74,7 +74,7 @@ class CarriedParts:
         """A problem for each required part that has no tensors, and for each tensor that the folder has otherwise."""
         within = self.family.within
         absent = within.missing_parts(carried) if within else ()
-        missing = _not_kept if self.checkpoint.native.is_part else _missing
+        missing = _not_kept if self.checkpoint.native.is_part else _missing_problem
         return [
             *(missing(self.checkpoint, self.family, prefix) for prefix in absent),
             *self._unlike_the_folders(carried),
@@ -88,7 +88,7 @@ class CarriedParts:
         kinds = (True, False) if self.checkpoint.native.is_part else (True,)
         return [hub for optional in kinds for hub in within.missing_parts(shapes, optional=optional)]
 
-    def _respelled(self, within: OuterModel) -> CarriedParts:
+    def _with_todays_names(self, within: OuterModel) -> CarriedParts:
         """The same with the tensors of parts that other releases of the engine spell otherwise under today's names."""
         checkpoint = self.checkpoint
         change = partial(self._todays, within)
@@ -101,7 +101,7 @@ class CarriedParts:
     def _todays(self, within: OuterModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         hub = self._hub_tensors(within, tensors)
         kept = {name: each for name, each in tensors.items() if within.part(name, native=True) is None}
-        return {**kept, **_native(within, hub, self.checkpoint.dialect.rules, self.config)}
+        return {**kept, **_native_tensors(within, hub, self.checkpoint.dialect.rules, self.config)}
 
     def _hub_tensors(self, within: OuterModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         on_hub = {}
@@ -147,7 +147,7 @@ def _hub_shapes(within: OuterModel, checkpoint: Checkpoint) -> Shapes:
     return {name: checkpoint.shape(name) or weights[name].shape for name in names}
 
 
-def _native(
+def _native_tensors(
     within: OuterModel, hub: Mapping[str, Tensor], engine: str, config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """The Hub's tensors of the parts as an engine has them."""
@@ -160,7 +160,7 @@ def _native(
     }
 
 
-def _missing(checkpoint: Checkpoint, family: Family, prefix: str) -> Problem:
+def _missing_problem(checkpoint: Checkpoint, family: Family, prefix: str) -> Problem:
     return Problem(
         "model-part-missing",
         "a part of the model is missing",

@@ -56,11 +56,11 @@ def describe(
     if not checkpoint.native.has_shapes:
         declared_family = named(family) if family else declared(config.get("model_type"))
         with reading_values(folder / "config.json"):
-            checkpoint = _shaped(checkpoint, config, declared_family, folder)
+            checkpoint = _shaped_checkpoint(checkpoint, config, declared_family, folder)
     described = described_by(config, checkpoint, folder, family)
     with reading_values(described.file):
         for recorded in _records(described, base):
-            described = _agreed(described, recorded, trust)
+            described = _with_agreed_config(described, recorded, trust)
     return described
 
 
@@ -75,7 +75,9 @@ def _records(described: DescribedCheckpoint, base: Path | None) -> Iterator[Mapp
         yield replaced
 
 
-def _agreed(described: DescribedCheckpoint, recorded: Mapping[str, Any], trust: str) -> DescribedCheckpoint:
+def _with_agreed_config(
+    described: DescribedCheckpoint, recorded: Mapping[str, Any], trust: str
+) -> DescribedCheckpoint:
     """The same with a config that agrees with a recorded one. Raises ReshardError if they describe different models."""
     table = described.family.config if described.family else OF_ANY_FAMILY
     text, own = table.text(described.config), table.text(recorded)
@@ -136,7 +138,7 @@ def described_by(
     return DescribedCheckpoint(renamed, config, folder, declared_family, was_in_memory)
 
 
-def _shaped(
+def _shaped_checkpoint(
     checkpoint: Checkpoint, config: Mapping[str, Any], family: Family | None, folder: Path
 ) -> Checkpoint:
     """A flat checkpoint with the shapes of its tensors. Raises ReshardError if no declared family provides them."""

@@ -42,12 +42,12 @@ def shaped(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Che
         if prod(shape) == tensor.view.numel:
             tensors[name] = Tensor(tensor.dtype, tensor.view.reshape(*shape))
         else:
-            problems.append(_misfit(name, tensor, shape))
+            problems.append(_misfit_problem(name, tensor, shape))
     raise_all(one_for_all(problems, checkpoint.tensors, str(checkpoint.path)))
     return replace(checkpoint, tensors=tensors)
 
 
-def _misfit(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Problem:
+def _misfit_problem(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Problem:
     return Problem(
         "flat-tensor-size-differs",
         "a flattened tensor does not have as many elements as the config says",

@@ -110,7 +110,7 @@ def logical_tensors(source: ResolvedCheckpoint) -> LogicalTensors:
     """
     checkpoint, model = source.checkpoint, source.model
     if model is None:
-        copies = _tied(checkpoint, source.config)
+        copies = _tied_replicas(checkpoint, source.config)
         kept = _as_stored(checkpoint)
         if not checkpoint.quantization:  # a quantized copy was rounded on its own
             kept = {name: each for name, each in kept.items() if name not in {copy.tensor for copy in copies}}
@@ -125,7 +125,7 @@ def logical_tensors(source: ResolvedCheckpoint) -> LogicalTensors:
             for name, bound in binding.written()
             if name in checkpoint.tensors  # copies are optional
         }
-        spare = _spare(checkpoint, {*binding.hf, *binding.copies})
+        spare = _spare_replicas(checkpoint, {*binding.hf, *binding.copies})
         return LogicalTensors(checkpoint, logical, [*_copies(checkpoint, binding), *spare])
     _check(checkpoint, binding.native, {})
     logical = {}
@@ -133,7 +133,7 @@ def logical_tensors(source: ResolvedCheckpoint) -> LogicalTensors:
         native = next(bound.sources)
         logical[name] = LogicalTensor(checkpoint.tensors[str(native)].dtype, bound.shape, bound)
     return LogicalTensors(
-        checkpoint, logical, [*_zeros(checkpoint, binding), *_spare(checkpoint, binding.native)]
+        checkpoint, logical, [*_zeros(checkpoint, binding), *_spare_replicas(checkpoint, binding.native)]
     )
 
 
@@ -154,7 +154,7 @@ def _zeros(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
     return result
 
 
-def _spare(checkpoint: Checkpoint, declared: Collection[str]) -> list[Replica]:
+def _spare_replicas(checkpoint: Checkpoint, declared: Collection[str]) -> list[Replica]:
     """Tensors that a tool added and the family does not have."""
     rule = "the family has no such tensor: it can be left out if it is zeros"
     names = (checkpoint.spare & checkpoint.tensors.keys()).difference(declared)
@@ -167,7 +167,7 @@ def _must_be_zeros(name: str, tensor: Tensor, rule: str) -> Replica:
     return Replica(name, Tensor(tensor.dtype, zeros), tensor, rule, remedy, "spare-tensor-not-zero")
 
 
-def _tied(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Replica]:
+def _tied_replicas(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Replica]:
     """Weights of an undeclared family that are others under a second name, if its config says that they are tied."""
     live = live_names(config)
     pairs = {live.to_hub(again): live.to_hub(name) for again, name in live.tied.items()} if live else {}
@@ -236,7 +236,7 @@ def _has_shape(tensor: Tensor, weight: QuantizedWeight | None, shape: tuple[int,
     return weight.fits(tensor, shape) if weight else tensor.shape == shape
 
 
-def _unknown(name: str, tensor: Tensor) -> Problem:
+def _unknown_problem(name: str, tensor: Tensor) -> Problem:
     description = f"{tensor.dtype} {list(tensor.shape)}"
     if ".linear_q_proj.layer_norm_" in name:
         return Problem(
@@ -288,7 +288,7 @@ def _check(
         () if quantization else have.keys() - wanted.keys() - optional.keys() - checkpoint.spare
     )  # for example, some tools add biases
     problems += [
-        _head_of_its_own(name, have[name]) if name == head else _unknown(name, have[name])
+        _head_of_its_own(name, have[name]) if name == head else _unknown_problem(name, have[name])
         for name in sorted(added)
     ]
     weights = quantization.weights if quantization else {}

@@ -45,7 +45,7 @@ def hub_tensors(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str, T
         planned = [Planned.of(n, t) for n, t in tensors.items()]
         renamed = apply_renamings.to_hub(planned, live.rules, live.config)
         return {each.name: Tensor(each.dtype, each.source()) for each in renamed}
-    tensors = _stacked(tensors, live) if live.stacked else _as_on_the_hub(tensors, live)
+    tensors = _stacked_tensors(tensors, live) if live.stacked else _as_on_the_hub(tensors, live)
     return under_new_names(
         (name, hub, part) for name, tensor in tensors.items() for hub, part in _parts(live, name, tensor)
     )
@@ -76,7 +76,7 @@ def _as_on_the_hub(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str
     return ordered
 
 
-def _stacked(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str, Tensor]:
+def _stacked_tensors(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str, Tensor]:
     """The tensors with experts stacked where the Hub stacks them. Those of MTP layers are unchanged."""
     main, mtp = ({n: t for n, t in tensors.items() if n.startswith("mtp.") == is_mtp} for is_mtp in (0, 1))
     planned = [Planned.of(n, t) for n, t in main.items()]
@@ -127,7 +127,7 @@ def live_tensors(tensors: Iterable[Planned], live: MemoryNames | None) -> list[P
         name = live.to_live(tensor.name)
         place = _projection_position(live.experts, name) if live.experts else None
         if live.transposed and f".{live.transposed}." in name:
-            result[name] = _swapped(name, tensor)
+            result[name] = _swapped_axes(name, tensor)
         elif place is None:
             result[name] = Planned(name, tensor.dtype, tensor.shape, tensor.source)
         else:
@@ -138,7 +138,7 @@ def live_tensors(tensors: Iterable[Planned], live: MemoryNames | None) -> list[P
     return [stacks[name].planned() if name in stacks else tensor for name, tensor in result.items()]
 
 
-def _swapped(name: str, tensor: Planned) -> Planned:
+def _swapped_axes(name: str, tensor: Planned) -> Planned:
     """Stacked experts with the axes of each swapped."""
     experts, *axes = tensor.shape
     return Planned(name, tensor.dtype, (experts, *reversed(axes)), lambda: tensor.source().permute(0, 2, 1))

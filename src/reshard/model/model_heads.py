@@ -149,7 +149,7 @@ def _check(described: DescribedCheckpoint, layers: _LayerPrefixes, trust: str) -
             resolved = replace(resolved, checkpoint=replace(resolved.checkpoint, tensors=kept))
         logical_tensors(resolved)
     except ReshardError as error:
-        problems += [_renamed(each, layers) for each in error.problems]
+        problems += [_renamed_problem(each, layers) for each in error.problems]
     if prefix and below >= checkpoint.tensors.keys():
         problems += _without_head(checkpoint, config)
     raise_all(problems)
@@ -169,7 +169,7 @@ def _without_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator
         )
 
 
-def _renamed(problem: Problem, layers: _LayerPrefixes) -> Problem:
+def _renamed_problem(problem: Problem, layers: _LayerPrefixes) -> Problem:
     """A problem with the name that the checkpoint has for its tensor."""
     if not problem.tensor or not problem.tensor.startswith(layers.usual):
         return problem

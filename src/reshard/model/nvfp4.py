@@ -73,7 +73,7 @@ class Nvfp4(NamedTuple):
 
     def all_planned(self, tensors: Sequence[Planned], chosen: frozenset[str]) -> Iterator[Planned]:
         """All tensors of a folder, with those stored instead of the `chosen`."""
-        joined = _joined([tensor for tensor in tensors if tensor.name in chosen])
+        joined = _joined_weights([tensor for tensor in tensors if tensor.name in chosen])
         known: dict[tuple[str, ...], dict[str, Floats]] = {}
         for tensor in tensors:
             if tensor.name not in chosen:
@@ -88,7 +88,7 @@ def _readable(weight: Tensor) -> Tensor:
     return weight if weight.dtype.itemsize <= 4 else Tensor(FLOAT32, weight.view)
 
 
-def _joined(weights: Iterable[Planned]) -> dict[str, tuple[Planned, ...]]:
+def _joined_weights(weights: Iterable[Planned]) -> dict[str, tuple[Planned, ...]]:
     """By name, the weights that share a scale with it."""
     by_name = {weight.name: weight for weight in weights}
     groups = {}

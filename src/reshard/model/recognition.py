@@ -51,13 +51,13 @@ def by_config(
             raise ReshardError(differing)
         return known.speaking(config), []
     if model_type in BEYOND_MEGATRON:
-        raise ReshardError(_beyond(str(model_type)))
+        raise ReshardError(_beyond_problem(str(model_type)))
     fits = (fit_of(each, config, checkpoint) for each in likeliest())
     best = min((fit for fit in fits if fit), key=lambda fit: len(fit.differing), default=None)
     if best is None:
-        raise ReshardError(_unsupported(model_type, checkpoint))
+        raise ReshardError(_unsupported_problem(model_type, checkpoint))
     if misfits := best.problems(str(checkpoint.path)):
-        raise ReshardError([_unsupported(model_type, checkpoint), *misfits])
+        raise ReshardError([_unsupported_problem(model_type, checkpoint), *misfits])
     if computes:
         text = best.family.config.text(config)
         raise ReshardError(
@@ -89,7 +89,7 @@ def _keeping() -> str:
     return f"{', '.join(others)} or {last} keeps the model as it is"
 
 
-def _beyond(model_type: str) -> Problem:
+def _beyond_problem(model_type: str) -> Problem:
     return Problem(
         "megatron-core-lacks-family",
         f'Megatron-Core does not compute what the family "{model_type}" computes',
@@ -109,7 +109,7 @@ def _computed_otherwise(
     if model_type is None or own is family:
         return
     if model_type in BEYOND_MEGATRON:
-        yield _beyond(str(model_type))
+        yield _beyond_problem(str(model_type))
     elif own:
         args = own.config.to_args(own.config.text(config))
         for _, problem in foreign(family.config, text, args, f"as in {own.name}"):
@@ -124,7 +124,7 @@ def _alike_problem(model_type: Any, family: Family, checkpoint: Checkpoint, sett
     The family is proposed unless the model is known to compute something else, or has `settings` that say so.
     """
     if known := BUILT_ALIKE.get(str(model_type)) or settings:
-        return _differs(model_type, family, checkpoint, known)
+        return _differs_problem(model_type, family, checkpoint, known)
     insist = f"if it computes the same as {family.name}: --family {family.name}"
     return Problem(
         "model-type-unknown" if checkpoint.has_hub_names else "model-type-unknown-here",
@@ -137,7 +137,7 @@ def _alike_problem(model_type: Any, family: Family, checkpoint: Checkpoint, sett
     )
 
 
-def _differs(model_type: Any, family: Family, checkpoint: Checkpoint, known: str) -> Problem:
+def _differs_problem(model_type: Any, family: Family, checkpoint: Checkpoint, known: str) -> Problem:
     return Problem(
         "model-type-differs" if checkpoint.has_hub_names else "model-type-differs-here",
         f"{family.name} computes something else than this model",
@@ -151,7 +151,7 @@ def _differs(model_type: Any, family: Family, checkpoint: Checkpoint, known: str
     )
 
 
-def _unsupported(model_type: Any, checkpoint: Checkpoint) -> Problem:
+def _unsupported_problem(model_type: Any, checkpoint: Checkpoint) -> Problem:
     what = f'the family "{model_type}" is not supported' if model_type else "config.json has no model_type"
     insist = (
         "if it computes the same as one of them, pass --family NAME; or declare it: see docs/add-a-family.md"

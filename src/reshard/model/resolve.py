@@ -55,10 +55,10 @@ def resolve(
     failed check and disagreement.
     """
     with reading_values(described.file):
-        return _resolved(described, trust, computes=computes)
+        return _resolve_checkpoint(described, trust, computes=computes)
 
 
-def _resolved(described: DescribedCheckpoint, trust: str, *, computes: bool) -> ResolvedCheckpoint:
+def _resolve_checkpoint(described: DescribedCheckpoint, trust: str, *, computes: bool) -> ResolvedCheckpoint:
     checkpoint, config, file = described.checkpoint, described.config, described.file
     if computes and checkpoint.quantization:
         raise refusal(checkpoint.quantization, checkpoint.path)
@@ -105,7 +105,7 @@ def _resolved(described: DescribedCheckpoint, trust: str, *, computes: bool) -> 
     if computes and not family.judged:
         warnings.append(_not_judged(family, file))
     if checkpoint.description.args:
-        agreed_on, args, differing = _agreed(family, text, checkpoint, trust, file)
+        agreed_on, args, differing = _agreed_arguments(family, text, checkpoint, trust, file)
         text = dict(agreed_on)
         warnings += differing
     config = family.config.whole(config, text)
@@ -113,7 +113,7 @@ def _resolved(described: DescribedCheckpoint, trust: str, *, computes: bool) -> 
     return ResolvedCheckpoint(checkpoint, model, model.config)
 
 
-def _agreed(
+def _agreed_arguments(
     family: Family, config: Mapping[str, Any], checkpoint: Checkpoint, trust: str, file: Path
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], list[Problem]]:
     """`disagreements.agreed`. Raises ReshardError if an argument has another type than in Megatron-LM."""

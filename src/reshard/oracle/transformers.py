@@ -64,7 +64,7 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> Any:
     """
     import torch
 
-    model, absent = _loaded(path, torch_dtype=getattr(torch, dtype), attn_implementation="eager")
+    model, absent = _load_model(path, torch_dtype=getattr(torch, dtype), attn_implementation="eager")
     with torch.no_grad():
         for name in absent:
             model.get_parameter(name).zero_()
@@ -76,7 +76,7 @@ def assert_loads(path: str | Path) -> None:
 
     Raises ReshardError unless the tensors in the folder are exactly those that the model needs.
     """
-    _loaded(path, device_map="meta")
+    _load_model(path, device_map="meta")
 
 
 def auto_class(settings: Mapping[str, Any]) -> Any:
@@ -89,7 +89,7 @@ def auto_class(settings: Mapping[str, Any]) -> Any:
     return getattr(transformers, f"AutoModel{head or ('ForImageTextToText' if sees else 'ForCausalLM')}")
 
 
-def _loaded(path: str | Path, **how: Any) -> tuple[Any, set[str]]:
+def _load_model(path: str | Path, **how: Any) -> tuple[Any, set[str]]:
     """The model of a folder, and those of its parameters that may be missing from the folder."""
     settings = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     kind = auto_class(settings)

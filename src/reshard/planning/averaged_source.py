@@ -56,12 +56,12 @@ def averaged_source(
     Raises ReshardError with everything in which the checkpoints differ.
     """
     assert options.average
-    checkpoints = _opened(last, options.average, options)
+    checkpoints = _open_checkpoints(last, options.average, options)
     home = last.description.folder if read_config(last.description.folder, last.sources) else None
-    sides = _each(lambda each: hub_tensors_of(each, _alone(each, options, home)), checkpoints)
+    sides = _each(lambda each: hub_tensors_of(each, _options_alone(each, options, home)), checkpoints)
     paths = [each.path for each in checkpoints]
     problems = [
-        *_quantized(sides, paths),
+        *_quantized_problems(sides, paths),
         *_other_configs(sides, paths),
         *([] if options.no_tokenizer else _other_tokenizers(checkpoints)),
         *_other_tensors(sides, paths, any_dtype=options.dtype is not None),
@@ -97,7 +97,7 @@ def _each(make: Callable[[Given], Made], items: Iterable[Given]) -> list[Made]:
     results: list[Made] = []
     problems: list[Problem] = []
     for item in items:
-        with _collected(problems):
+        with _collect_problems(problems):
             results.append(make(item))
     if problems:
         raise ReshardError(dict.fromkeys(problems))
@@ -105,14 +105,14 @@ def _each(make: Callable[[Given], Made], items: Iterable[Given]) -> list[Made]:
 
 
 @contextmanager
-def _collected(problems: list[Problem]) -> Iterator[None]:
+def _collect_problems(problems: list[Problem]) -> Iterator[None]:
     try:
         yield
     except ReshardError as error:
         problems += error.problems
 
 
-def _opened(last: Checkpoint, average: AverageOf, options: ConversionOptions) -> list[Checkpoint]:
+def _open_checkpoints(last: Checkpoint, average: AverageOf, options: ConversionOptions) -> list[Checkpoint]:
     """All checkpoints, in their order. Raises ReshardError for adapters, and for one that is given twice."""
     others = _each(lambda path: open_checkpoint(path, None, options.strip, last.sources), average.paths[:-1])
     checkpoints = [*others, last]
@@ -157,7 +157,9 @@ def _files_of(checkpoint: Checkpoint) -> set[str]:
     return {cells.storage.path for tensor in checkpoint.tensors.values() for cells in cells_of(tensor.view)}
 
 
-def _alone(checkpoint: Checkpoint, options: ConversionOptions, home: Path | None) -> ConversionOptions:
+def _options_alone(
+    checkpoint: Checkpoint, options: ConversionOptions, home: Path | None
+) -> ConversionOptions:
     """The options for reading one of the checkpoints: without a config of its own, it has that at `home`."""
     return ConversionOptions(
         base=options.base_path or (None if config_of(checkpoint) else home),
@@ -169,7 +171,7 @@ def _alone(checkpoint: Checkpoint, options: ConversionOptions, home: Path | None
     )
 
 
-def _quantized(sides: Sequence[HubTensors], paths: Sequence[Path]) -> Iterator[Problem]:
+def _quantized_problems(sides: Sequence[HubTensors], paths: Sequence[Path]) -> Iterator[Problem]:
     for side, path in zip(sides, paths, strict=True):
         if quantization := side.source.checkpoint.quantization:
             yield Problem(
@@ -238,7 +240,7 @@ DIFFERENCES = {
 
 def _other_configs(sides: Sequence[HubTensors], paths: Sequence[Path]) -> Iterator[Problem]:
     """A problem for each setting that weights depend on, if a checkpoint has another value than the last one."""
-    fixed = {FAMILY_KEY, *chain.from_iterable(map(_declared, sides))} - COMPUTED - RUN_CHOICES
+    fixed = {FAMILY_KEY, *chain.from_iterable(map(_declared_settings, sides))} - COMPUTED - RUN_CHOICES
     for path, key, value, wanted in _settings(sides, paths):
         if key in fixed:
             yield Problem(
@@ -298,10 +300,10 @@ def _facts(side: HubTensors) -> Mapping[str, Any]:
     if model is None:
         return side.config
     plain = {key: value for key, value in model.text.items() if isinstance(value, str | int | float)}
-    return {**model.text, **_declared(side), **plain, FAMILY_KEY: model.family.name}
+    return {**model.text, **_declared_settings(side), **plain, FAMILY_KEY: model.family.name}
 
 
-def _declared(side: HubTensors) -> Mapping[str, Any]:
+def _declared_settings(side: HubTensors) -> Mapping[str, Any]:
     """The settings that the family declares; none if it is undeclared, or cannot express the config."""
     settings: Mapping[str, Any] = {}
     if model := side.source.model:

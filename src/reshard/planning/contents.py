@@ -75,7 +75,7 @@ def _of_model(source: PreparedSource, request: Request) -> Contents:
         frozenset(left),
     )
     if options.quantize and target.dtypes.keeps_scales:
-        contents = _quantized(contents)
+        contents = _quantized_contents(contents)
     if options.with_optimizer:
         all_states = optimizer_tensors.logical_states(logical)
         kept = {state: each for state, each in all_states.items() if state in target.states}
@@ -136,7 +136,7 @@ def _notes(source: PreparedSource, logical: LogicalTensors, types: OutputTypes) 
     return notes
 
 
-def _quantized(contents: Contents) -> Contents:
+def _quantized_contents(contents: Contents) -> Contents:
     """The contents with weights that are quantized as users ask."""
     request = contents.request
     config = {**request.config, "dtype": main_dtype(request.tensors)}

@@ -58,7 +58,7 @@ def merged_source(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[C
         turned=bool(family and family.turned_pairs),
     )
     dropped[REPLACED] += _replaced(adapter, weights, result)
-    dropped[PADDING] += _cut(weights, result)
+    dropped[PADDING] += _cut_bytes(weights, result)
     changes, notes = _changes(adapter, weights, result), _notes(adapter, base, result)
     changes |= head_changes(adapter, own)
     if family:
@@ -173,7 +173,7 @@ def _replaced(adapter: adapters.Adapter, weights: Mapping[str, Tensor], result: 
     return sum(_stored_bytes(tensor) for tensor in replaced if kept.isdisjoint(cells_of(tensor.view)))
 
 
-def _cut(weights: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> int:
+def _cut_bytes(weights: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> int:
     """Bytes of the last rows of tables that the adapter's vocabulary lacks."""
     cut = {}
     for name in TOKEN_WEIGHTS & weights.keys() & result.keys():

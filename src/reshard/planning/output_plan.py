@@ -28,7 +28,7 @@ def output_plan(source: PreparedSource) -> Plan:
         files += [
             replace(file, path=(PurePath(target.beside) / file.path).as_posix()) for file in companion_files
         ]
-    files += _copied(source, files)
+    files += _copied_files(source, files)
     facts = output_companions.facts(checkpoint, source.format, request, contents.dropped)
     facts["files"] = sorted(file.path for file in files)
     of_model = model.notes if model else ()
@@ -56,7 +56,7 @@ def output_plan(source: PreparedSource) -> Plan:
     return plan
 
 
-def _copied(source: PreparedSource, files: list[OutputFile]) -> list[OutputFile]:
+def _copied_files(source: PreparedSource, files: list[OutputFile]) -> list[OutputFile]:
     """The files that users want beside the output, unless it has files of these names."""
     planned = {file.path for file in files}
     sources = source.resolved.checkpoint.sources

@@ -54,7 +54,7 @@ def prepared_source(source: ConversionSource) -> PreparedSource:
     if source.kind is CheckpointKind.ADAPTER:
         resolved = adapter_tensors.resolved(checkpoint, target, options)
     else:
-        resolved = _resolved(checkpoint, target, options)
+        resolved = _resolve_model(checkpoint, target, options)
     return PreparedSource(resolved, source.kind, source.format, target, options)
 
 
@@ -72,7 +72,7 @@ def _storable(source: ConversionSource, target: Target) -> Checkpoint:
     return dequantized(checkpoint, wanted, partial(refusal, wanted=why))
 
 
-def _resolved(checkpoint: Checkpoint, target: Target, options: ConversionOptions) -> ResolvedCheckpoint:
+def _resolve_model(checkpoint: Checkpoint, target: Target, options: ConversionOptions) -> ResolvedCheckpoint:
     """The model of a checkpoint. If names are not converted, its family need not be declared."""
     if options.state_dict and checkpoint.has_hub_names and checkpoint.native.has_shapes:
         return as_named(DescribedCheckpoint(checkpoint, {}, checkpoint.description.folder, None))

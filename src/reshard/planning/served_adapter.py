@@ -114,7 +114,7 @@ def served(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str,
     written = _ServedChanges(engine, base, completed(engine, adapted.linears, base.weights), adapted)
     written.check()
     types = OutputTypes(options.dtype)
-    others = _others(adapter, base) if engine.name == PEFT else []
+    others = _other_tensors(adapter, base) if engine.name == PEFT else []
     tensors = [
         Planned.of(name, tensor, types.of(name, tensor.dtype))
         for name, tensor in [*written.tensors(), *others]
@@ -145,7 +145,7 @@ def _type(base: _AdaptedModel) -> str:
     return str(base.config.get("model_type"))
 
 
-def _others(adapter: Adapter, base: _AdaptedModel) -> Iterator[tuple[str, Tensor]]:
+def _other_tensors(adapter: Adapter, base: _AdaptedModel) -> Iterator[tuple[str, Tensor]]:
     """What PEFT saves besides pairs: trained weights, and tables of the base."""
     for name, tensor in adapter.whole.items():
         yield f"{PREFIX}{base.live(base.hub(name.removesuffix('.weight')))}.weight", tensor

@@ -77,7 +77,7 @@ def _ranks(source: ConversionSource, target: Target) -> Iterator[Problem]:
     if beyond := _flags(options.layout, target.ranks.axes):
         yield Problem(
             "format-without-layout",
-            f"{format.name} {_divided(target)}",
+            f"{format.name} {_layout_text(target)}",
             found=beyond,
             remedy="leave out the layout (that of the source is detected), or add --to megatron",
         )
@@ -107,7 +107,7 @@ def _flags(layout: Layout, without: tuple[str, ...]) -> str:
     return " ".join([*flags, *([stages] if layout.stages and "pp" not in without else [])])
 
 
-def _divided(target: Target) -> str:
+def _layout_text(target: Target) -> str:
     """What a target has of a layout, in words."""
     axes = ", ".join(f"--{axis}" for axis in target.ranks.axes)
     return f"is divided over ranks by {axes} only" if axes else "has no parallel layout"

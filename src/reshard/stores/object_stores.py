@@ -123,12 +123,12 @@ def entry_of(info: dict[str, Any]) -> FileInfo:
     identity = next((str(info[key]).strip('"') for key in IDENTITY_KEYS if info.get(key)), "")
     time = next((info[key] for key in TIME_KEYS if info.get(key)), None)
     if isinstance(time, str):
-        time = _parsed(time)
+        time = _parsed_time(time)
     modified = int(time.timestamp() * 10**9) if isinstance(time, datetime) else int((time or 0) * 10**9)
     return FileInfo(int(info.get("size") or 0), modified, identity)
 
 
-def _parsed(time: str) -> datetime:
+def _parsed_time(time: str) -> datetime:
     """A time as ISO 8601 or as in HTTP headers."""
     try:
         return datetime.fromisoformat(time.replace("Z", "+00:00"))

@@ -93,7 +93,7 @@ def replace(store: Store) -> Store | None:
 def store_at(url: str) -> Store:
     """The store that contains a path."""
     with _lock:
-        store = _known(url)
+        store = _known_store(url)
         if store is None:
             place = parse_address(url)
             store = SCHEMES[place.scheme].containing(place)
@@ -113,7 +113,7 @@ def forget() -> None:
         _stores.clear()
 
 
-def _known(url: str) -> Store | None:
+def _known_store(url: str) -> Store | None:
     while url:
         if store := _stores.get(url):
             return store

@@ -121,7 +121,7 @@ class RemoteFile(OpenFile):
 
     def fill_requests(self, parts: Iterable[FilePart]) -> list[Callable[[], object]]:
         """Functions that fill the memory of `parts`, all of which are inside the file: one for each request."""
-        return [partial(self._fill, group) for group in _grouped(sorted(parts, key=itemgetter(0)))]
+        return [partial(self._fill, group) for group in _grouped_parts(sorted(parts, key=itemgetter(0)))]
 
     def _fill(self, group: _MergedRange) -> None:
         content = self._fetch(group.begin, group.end)
@@ -147,10 +147,10 @@ class _MergedRange(NamedTuple):
     parts: list[FilePart]
 
 
-def _grouped(parts: Iterable[FilePart]) -> Iterator[_MergedRange]:
+def _grouped_parts(parts: Iterable[FilePart]) -> Iterator[_MergedRange]:
     """Parts grouped by request, each group with its begin and end. Longer parts are cut."""
     begin, end, members = 0, 0, list[FilePart]()
-    for offset, out in _cut(parts):
+    for offset, out in _cut_parts(parts):
         reach = max(end, offset + len(out))
         if members and (offset - end > MAX_GAP_BYTES or reach - begin > MAX_REQUEST_BYTES):
             yield _MergedRange(begin, end, members)
@@ -163,7 +163,7 @@ def _grouped(parts: Iterable[FilePart]) -> Iterator[_MergedRange]:
         yield _MergedRange(begin, end, members)
 
 
-def _cut(parts: Iterable[FilePart]) -> Iterator[FilePart]:
+def _cut_parts(parts: Iterable[FilePart]) -> Iterator[FilePart]:
     for offset, out in parts:
         for at in range(0, len(out), MAX_REQUEST_BYTES):
             yield offset + at, out[at : at + MAX_REQUEST_BYTES]

@@ -200,19 +200,19 @@ class WebStore(RemoteStore):
             known = sorted(url for url in self._seen if url == root or url.startswith(root + "/"))
             looked = zip(known, pool().map(self.look_up, known), strict=True)
             return {url: entry for url, entry in looked if entry}
-        present = self._existing([root]) if PurePosixPath(root.removeprefix(self.url)).suffix else {}
+        present = self._existing_files([root]) if PurePosixPath(root.removeprefix(self.url)).suffix else {}
         folder, _, typed = root.rpartition("/")
         if typed in declared().naming:
             siblings = {*self._names_in(root), *declared().usual}
-            self._outside.update(self._existing(f"{folder}/{name}" for name in siblings))
+            self._outside.update(self._existing_files(f"{folder}/{name}" for name in siblings))
         if present:
             return present
         links = self._links(root, MAX_DEPTH if deep else 1)
         if links:
-            return self._existing(links)
-        present = self._existing(f"{root}/{name}" for name in declared().usual)
+            return self._existing_files(links)
+        present = self._existing_files(f"{root}/{name}" for name in declared().usual)
         more = {f"{root}/{name}" for url in present for name in self._names_in(url)}
-        return {**present, **self._existing(more - present.keys())}
+        return {**present, **self._existing_files(more - present.keys())}
 
     def _names_in(self, url: str) -> set[str]:
         """The sibling files that a file names: those of a record, or the shards of an index."""
@@ -256,7 +256,7 @@ class WebStore(RemoteStore):
                     raise
                 return set(), 0  # the folder shows no links
         links = (html.unescape(link[1] or link[2] or link[3] or "") for link in _LINK.finditer(text))
-        return {f"{folder}/{below}" for link in links if (below := _below(folder, link))}, len(text)
+        return {f"{folder}/{below}" for link in links if (below := _path_below(folder, link))}, len(text)
 
     async def _text(self, url: str) -> str:
         """The text of a page; empty if there is something else at its URL."""
@@ -272,7 +272,7 @@ class WebStore(RemoteStore):
                 body.add(part)
             return body.text()
 
-    def _existing(self, urls: Iterable[str]) -> dict[str, FileInfo]:
+    def _existing_files(self, urls: Iterable[str]) -> dict[str, FileInfo]:
         """The entries that exist. Raises ReshardError if the server refuses all of them."""
         candidates = list(urls)
         _check_count(self.url, len(candidates))
@@ -315,7 +315,7 @@ def _too_long(url: str, found: str) -> ReshardError:
     )
 
 
-def _below(folder: str, link: str) -> str:
+def _path_below(folder: str, link: str) -> str:
     """The path below a folder that a link on its page leads to; empty if it leads elsewhere, or nowhere."""
     host, _, path = folder.partition("://")[2].partition("/")
     top = f"/{path}/" if path else "/"

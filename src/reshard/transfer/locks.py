@@ -21,7 +21,7 @@ def held(path: Path) -> Iterator[bool]:
     Raises BlockingIOError if another process holds it, and OSError if it cannot be created.
     """
     while True:
-        lock = _opened(path)
+        lock = _open_lock(path)
         is_taken = take(lock)
         if is_taken is False:
             os.close(lock)
@@ -68,7 +68,7 @@ def is_at(path: Path, status: os.stat_result) -> bool:
         return False
 
 
-def _opened(lock: Path) -> int:
+def _open_lock(lock: Path) -> int:
     try:
         return os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only files that are open for writing
     except PermissionError:

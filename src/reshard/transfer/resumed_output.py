@@ -104,7 +104,7 @@ class _FileCheck:
             for cell in range(first, min(first + CELLS_AT_A_TIME, -(-self.file.size // CELL_BYTES))):
                 begin, end = cell * CELL_BYTES, min((cell + 1) * CELL_BYTES, self.file.size)
                 claimed = list(self._within(begin, end))
-                if claimed and not self._is_right(file, cell, list(_joined(claimed))):
+                if claimed and not self._is_right(file, cell, list(_joined_ranges(claimed))):
                     with self._lock:
                         self._wrong.update(number for _, _, number in claimed)
 
@@ -176,7 +176,7 @@ def _claimed(file: OutputFile, written: WrittenFile) -> Iterator[tuple[int, int,
             yield batch.begin, end, batch.number
 
 
-def _joined(ranges: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+def _joined_ranges(ranges: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
     """Sorted ranges, adjacent ones as one."""
     begin = end = -1
     for first, last, *_ in ranges:

@@ -228,14 +228,14 @@ class Sources:
         A run that fails for that reason can be continued, and one whose source is another one cannot.
         """
         try:
-            return self._compared(path, note, passed)
+            return self._compare_note(path, note, passed)
         except (FileNotFoundError, NotADirectoryError) as error:
             return error.strerror
         except OSError as error:
             raise unreadable(path, error) from error
 
     @staticmethod
-    def _compared(path: str, note: _FileRecord, passed: Passed | None) -> str | None:
+    def _compare_note(path: str, note: _FileRecord, passed: Passed | None) -> str | None:
         """The same.
 
         A file of which only the time of its last change is another one may have got a new name, or other bytes with

@@ -125,7 +125,7 @@ def worked(
             staging = _staging_folder(target, identity)
             try:
                 if has_locks:
-                    staging = _cleared(target, staging, identity, on_resume)
+                    staging = _clear_leftovers(target, staging, identity, on_resume)
                 (staging / OUTPUT).mkdir(parents=True, exist_ok=True)
                 _open(journal, staging, sizes, prepare(staging, has_locks), has_locks, on_resume)
                 yield staging
@@ -141,7 +141,7 @@ def worked(
             for path in reversed(new_folders):
                 path.rmdir()
         if isinstance(error, OSError):
-            raise _refused(error, target, kept) from error
+            raise _refusal(error, target, kept) from error
         if kept and isinstance(error, ReshardError):
             on_resume(f"{size(kept)} are written and kept: the same command continues from there", 0)
         raise
@@ -152,7 +152,9 @@ def _staging_folder(target: Path, identity: OutputIdentity | None) -> Path:
     return target.with_name(f".{target.name}.partial-{identity.name if identity else secrets.token_hex(4)}")
 
 
-def _cleared(target: Path, staging: Path, identity: OutputIdentity | None, on_resume: OnResume) -> Path:
+def _clear_leftovers(
+    target: Path, staging: Path, identity: OutputIdentity | None, on_resume: OnResume
+) -> Path:
     """`staging`, after removing what others left for the same target; another folder if it belongs to another user.
 
     Raises OSError if the system does not show what is there, so that nothing useful is removed.
@@ -263,7 +265,7 @@ def _move_into_place(output: Path, target: Path) -> None:
     output.rename(target)
 
 
-def _alone(staging: Path, single: str) -> Path:
+def _single_file(staging: Path, single: str) -> Path:
     """The one file that is the output, without the folder around it."""
     alone = (staging / OUTPUT / single).rename(staging / SINGLE_FILE)
     shutil.rmtree(staging / OUTPUT)
@@ -275,7 +277,7 @@ def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal, sin
     folder = staging / OUTPUT
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
         journal.sync(path)
-    output = _alone(staging, single) if single else folder
+    output = _single_file(staging, single) if single else folder
     new = output.stat()
     aside = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
     (staging / ASIDE).write_text(aside.name)  # so that `recover` knows what the output has replaced
@@ -344,7 +346,7 @@ def _output_changed(folder: Path, sizes: Mapping[str, int], actual: Mapping[str,
     )
 
 
-def _refused(error: OSError, target: Path, kept: int | None) -> ReshardError:
+def _refusal(error: OSError, target: Path, kept: int | None) -> ReshardError:
     """The error for a full disk, a read-only folder, a missing file.
 
     `kept` bytes are not lost; None if their number is unknown.
@@ -383,7 +385,7 @@ def _unpublished(error: OSError, target: Path, aside: Path, *, is_new: bool) -> 
             remedy=f"remove it yourself: rm -r {shlex.quote(str(aside))}",
         )
     if is_new:
-        return _refused(error, target, 0)
+        return _refusal(error, target, 0)
     if error.errno in OCCUPIED_ERRORS:
         return _occupied(target, aside)
     if aside.exists():

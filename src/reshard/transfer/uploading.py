@@ -160,7 +160,7 @@ def uploading(
         claim = DestinationClaim(bucket, own_name(root) if has_locks else token_hex(8), sizes, journal)
         claims.append(claim)
         try:
-            return _prepared(bucket, claim, staging, sizes, set(old), keeps, journal, on_resume)
+            return _prepare(bucket, claim, staging, sizes, set(old), keeps, journal, on_resume)
         except BaseException:
             claim.drop()
             raise
@@ -179,7 +179,7 @@ def uploading(
         claim.leave([])
 
 
-def _prepared(
+def _prepare(
     bucket: Bucket,
     claim: DestinationClaim,
     staging: Path,

@@ -283,11 +283,11 @@ def _owned(
         placement = placements[at]
         if placement.kind != "Replicate":
             axis = axes[placement.axis]
-            axes[placement.axis] = _cut(axis, placement.factor, mesh.shape[at], mesh.coordinate[at])
+            axes[placement.axis] = _cut_intervals(axis, placement.factor, mesh.shape[at], mesh.coordinate[at])
     return axes
 
 
-def _cut(axis: Intervals, factor: int, parts: int, index: int) -> Intervals:
+def _cut_intervals(axis: Intervals, factor: int, parts: int, index: int) -> Intervals:
     """This rank's ranges of an axis, after each of `factor` pieces of it is cut into `parts`."""
     pieces = (_chunk(_chunk(axis, factor, piece), parts, index) for piece in range(factor))
     merged: Intervals = []

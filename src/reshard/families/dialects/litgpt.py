@@ -50,7 +50,7 @@ def renames(settings: Mapping[str, Any], *, old: bool = False) -> tuple[Renaming
     mlp = _mlp(known, has_experts=settings.get("mlp_class_name") == "LLaMAMoE")
     attention = {"self_attn.dense." if known == "phi" else "self_attn.o_proj.": "attn.proj."}
     attention |= {f"self_attn.{each}_norm.": f"attn.norm_{each}." for each in "qk"}
-    return (*outer, *inner({**norms, **attention}, LAYERS), *mlp, *_fused(known, old=old))
+    return (*outer, *inner({**norms, **attention}, LAYERS), *mlp, *_fused_renamings(known, old=old))
 
 
 _TWO_NORMS = {"input_layernorm.": "norm_1.", "post_attention_layernorm.": "norm_2."}
@@ -84,7 +84,7 @@ _GROUPED: Operation = {"name": "UngroupHeads", "inverse": True}
 _JOINED: Operation = {"name": "Split", "inverse": True}
 
 
-def _fused(known: str, *, old: bool) -> Iterator[Renaming]:
+def _fused_renamings(known: str, *, old: bool) -> Iterator[Renaming]:
     own, grouped = (OLD_QKV, (_GROUPED,)) if old else (QKV, ())
     for part in ("weight", "bias"):
         if known == "phi3":

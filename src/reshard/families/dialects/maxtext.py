@@ -122,14 +122,14 @@ def _norms(dims: Dims, names: dict[str, str]) -> Block:
     return [same(f"{hf}.weight", f"{own}.scale", dims.hidden) for hf, own in names.items()]
 
 
-def _transposed(kernel: View, inputs: int) -> View:
+def _transposed_kernel(kernel: View, inputs: int) -> View:
     """A kernel whose first axes are its `inputs`, as the matrix [outputs, inputs]."""
     return kernel.reshape(inputs, kernel.numel // inputs).permute(1, 0)
 
 
 def _kernel(hf: str, own: str, inputs: Iterable[int], outputs: Iterable[int]) -> Rule:
     shape = (*inputs,)
-    return Rule(f"{hf}.weight", _transposed(native(f"{own}.kernel", *shape, *outputs), prod(shape)))
+    return Rule(f"{hf}.weight", _transposed_kernel(native(f"{own}.kernel", *shape, *outputs), prod(shape)))
 
 
 def _attention(dims: Dims, *, divided: bool = False, interleaved: bool = False) -> Block:
@@ -143,7 +143,9 @@ def _attention(dims: Dims, *, divided: bool = False, interleaved: bool = False) 
         kernel = native(f"self_attention.{own}.kernel", dims.hidden, heads, dims.head_dim)
         view = in_halves(kernel, 2) if interleaved and name != "v" else kernel
         change = by if divided and name == "q" else None
-        rules.append(Rule(f"self_attn.{name}_proj.weight", _transposed(view, dims.hidden), change=change))
+        rules.append(
+            Rule(f"self_attn.{name}_proj.weight", _transposed_kernel(view, dims.hidden), change=change)
+        )
         if dims.qkv_bias:
             bias = native(f"self_attention.{own}.bias", heads, dims.head_dim)
             rules.append(Rule(f"self_attn.{name}_proj.bias", bias.merge(0)))

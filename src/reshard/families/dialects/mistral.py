@@ -31,7 +31,7 @@ def renames(config: Mapping[str, Any]) -> tuple[Renaming, ...] | None:
     text, vision = config.get("text_config"), config.get("vision_config")
     if config.get("model_type") in TEXT:
         mlp = _EXPERTS if config.get("model_type") == "mixtral" else _MLP
-        return (*_outer("model.", ""), *_layers(mlp))
+        return (*_outer_renamings("model.", ""), *_layers(mlp))
     if (
         config.get("model_type") not in SEEING
         or not isinstance(text, Mapping)
@@ -40,10 +40,10 @@ def renames(config: Mapping[str, Any]) -> tuple[Renaming, ...] | None:
         return None
     if text.get("model_type") not in DENSE or vision.get("model_type") != "pixtral":
         return None
-    return (*_outer("language_model.model.", "language_model."), *_tower(), *_layers(_MLP))
+    return (*_outer_renamings("language_model.model.", "language_model."), *_tower(), *_layers(_MLP))
 
 
-def _outer(model: str, head: str) -> Iterator[Renaming]:
+def _outer_renamings(model: str, head: str) -> Iterator[Renaming]:
     """What is outside the layers of the language model, which are below `model` on the Hub."""
     yield from begun((f"{model}layers.", LAYERS), (f"{model}embed_tokens.", "tok_embeddings."))
     yield from begun((f"{model}norm.", "norm."), (f"{head}lm_head.", "output."))

@@ -76,7 +76,7 @@ _HALVES = {"name": "Chunk", "dim": 1}
 _EVEN_ODD = {"name": "Interleave", "dim": 1}
 
 
-def _stacked(experts: str, to: str, names: Mapping[str, str] | None = None) -> Iterator[Renaming]:
+def _stacked_experts(experts: str, to: str, names: Mapping[str, str] | None = None) -> Iterator[Renaming]:
     """Experts that the Hub has one by one, as one tensor for each projection."""
     names = names or {name: name for name in ("gate_proj", "up_proj", "down_proj")}
     for hub, mlx in names.items():
@@ -93,8 +93,8 @@ def _unfused_experts(experts: str, to: str, *first: Operation) -> Iterator[Renam
 
 
 _W123 = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_BLOCK_SPARSE = tuple(_stacked("block_sparse_moe.experts", "block_sparse_moe.switch_mlp", _W123))
-_SWITCH = tuple(_stacked("mlp.experts", "mlp.switch_mlp"))
+_BLOCK_SPARSE = tuple(_stacked_experts("block_sparse_moe.experts", "block_sparse_moe.switch_mlp", _W123))
+_SWITCH = tuple(_stacked_experts("mlp.experts", "mlp.switch_mlp"))
 SWITCH_RULES = (*_SWITCH, *_BLOCK_SPARSE)
 """The experts of every mixture that the Hub has one by one and MLX stacks below `switch_mlp`."""
 _ABSORBED = rule_of(
@@ -170,7 +170,7 @@ _KNOWN: dict[str, MlxNaming] = {
         tuple(_unfused_experts("feed_forward.experts", "feed_forward.experts", _SWAP)), left=(REMOVED_VISION,)
     ),
     "glm4_moe": replace(GATED_NAMING, without_mtp=True, exact=EXACT_ROUTER_BIAS),
-    "dots1": MlxNaming(tuple(_stacked("mlp.experts", "mlp.experts")), kept=("mlp.gate",)),
+    "dots1": MlxNaming(tuple(_stacked_experts("mlp.experts", "mlp.experts")), kept=("mlp.gate",)),
     "ernie4_5_moe": MlxNaming(_SWITCH, left=(REMOVED_ROUTER_BIAS, REMOVED_MTP)),
     **dict.fromkeys(("mixtral", "phimoe"), MlxNaming(_BLOCK_SPARSE)),
     "minimax_m2": MlxNaming(_BLOCK_SPARSE, exact=EXACT_ROUTER_BIAS, finer=("block_sparse_moe.gate",)),
@@ -212,7 +212,7 @@ _KNOWN: dict[str, MlxNaming] = {
     "nemotron_h": MlxNaming(
         (
             _MOVED,
-            *_stacked("mixer.experts", "mixer.switch_mlp", {"up_proj": "fc1", "down_proj": "fc2"}),
+            *_stacked_experts("mixer.experts", "mixer.switch_mlp", {"up_proj": "fc1", "down_proj": "fc2"}),
         ),
         left=(REMOVED_MTP,),
         exact=(*EXACT_ROUTER_BIAS, "A_log"),

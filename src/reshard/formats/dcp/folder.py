@@ -208,7 +208,7 @@ class _SortedKeys:
                 self.again += [(prefix, name, tensor) for name, tensor in others.items()]
             else:
                 problems.append(_another_model(folder, self.prefix, prefix, others))
-        problems += _mixed(folder, weights)
+        problems += _mixed_engine_problems(folder, weights)
         raise_all(problems)
         return weights
 
@@ -254,7 +254,7 @@ def _another_model(folder: Path, prefix: str, other: str, tensors: Mapping[str, 
 EMBEDDINGS = (*HUB.embeddings[:2], *TORCHTITAN.embeddings)
 
 
-def _mixed(folder: Path, names: Iterable[str]) -> Iterator[Problem]:
+def _mixed_engine_problems(folder: Path, names: Iterable[str]) -> Iterator[Problem]:
     """A problem if the names of two engines are mixed."""
     embeddings = sorted(set(EMBEDDINGS) & set(names))
     if len(embeddings) > 1:

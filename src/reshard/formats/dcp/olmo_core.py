@@ -73,10 +73,10 @@ def in_its_dialect(checkpoint: Checkpoint) -> Checkpoint | None:
         ) from error
     return replace(
         checkpoint,
-        tensors=_respelled(model, checkpoint.tensors),
+        tensors=_hub_tensors(model, checkpoint.tensors),
         # A base may be of another size, and only have the same tokenizer.
         description=replace(checkpoint.description, config=config, changes=config),
-        optimizer=checkpoint.optimizer.changed(partial(_respelled, model)),
+        optimizer=checkpoint.optimizer.changed(partial(_hub_tensors, model)),
         notes=[*checkpoint.notes, *model.notes()],
     )
 
@@ -97,7 +97,7 @@ def _config_of(checkpoint: Checkpoint) -> tuple[Path, Mapping[str, Any]]:
     )
 
 
-def _respelled(model: OlmoModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _hub_tensors(model: OlmoModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors under the Hub's names, with experts one by one."""
     spellings = {**_SPELLINGS, **(_AFTER if model.is_reordered else _BEFORE)}
     result = {}

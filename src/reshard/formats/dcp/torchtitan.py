@@ -77,10 +77,10 @@ def unnested(names: Iterable[str]) -> str:
 
 def respelled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`tensors` under the names of 0.3.0, with experts unstacked. Raises ReshardError if two get the same name."""
-    return under_new_names(_respelled(tensors))
+    return under_new_names(_respelled_tensors(tensors))
 
 
-def _respelled(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
+def _respelled_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
     layers = max((int(match[1]) + 1 for name in tensors if (match := _LAYER.match(name))), default=0)
     for stored, tensor in tensors.items():
         name = _MTP.sub(lambda match: f"layers.{layers + int(match[1])}.", stored)
@@ -89,10 +89,10 @@ def _respelled(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor
             for expert, view in enumerate(tensor.view.unstacked()):
                 yield stored, f"{match[1]}experts.{expert}.{match[2]}.weight", Tensor(tensor.dtype, view)
         else:
-            yield stored, _spelled(name), tensor
+            yield stored, _respelled_name(name), tensor
 
 
-def _spelled(name: str) -> str:
+def _respelled_name(name: str) -> str:
     for pattern, newer in _SPELLINGS:
         if pattern.fullmatch(name):
             return pattern.sub(newer, name)

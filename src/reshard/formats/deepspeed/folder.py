@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"(\d+)(?:[-_]?universal)?$")
 
 def detect(path: Path) -> bool:
     """Whether `path` is the folder of a step, a folder with such folders, or one with only the tracker file left."""
-    return path.is_dir() and (bool(_steps(path)) or _tracked(path) is not None)
+    return path.is_dir() and (bool(_steps(path)) or _tracked_tag(path) is not None)
 
 
 def _steps(path: Path) -> dict[str, Path]:
@@ -44,7 +44,7 @@ def _steps(path: Path) -> dict[str, Path]:
     return {child.name: child for child in folders_in(path) if holds_step(child)}
 
 
-def _tracked(path: Path) -> str | None:
+def _tracked_tag(path: Path) -> str | None:
     """The tag in a DeepSpeed tracker file."""
     for tracker in (path / name for name in TRACKERS):
         if tracker.is_file() and tracker.stat().st_size < 256:
@@ -76,10 +76,10 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         path=folder,
         format=NAME,
         dialect=HUB,
-        tensors=_without(prefix, weights.tensors),
+        tensors=_without_prefix(prefix, weights.tensors),
         description=ModelDescription(_root(folder)),
         iteration=_number(folder.resolve().name),
-        optimizer=weights.optimizer.changed(partial(_without, prefix)),
+        optimizer=weights.optimizer.changed(partial(_without_prefix, prefix)),
         dropped=+weights.dropped,
         replicas=[each._replace(tensor=each.tensor.removeprefix(prefix)) for each in weights.replicas],
         notes=weights.notes,
@@ -87,7 +87,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     )
 
 
-def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return under_new_names((name, name.removeprefix(prefix), tensor) for name, tensor in tensors.items())
 
 
@@ -114,7 +114,7 @@ def _choose(path: Path, iteration: Iteration | None) -> Path:
                 remedy="choose one of these with --iteration",
             )
         return matches[0]
-    tag = _tracked(path) if path.name not in steps else None
+    tag = _tracked_tag(path) if path.name not in steps else None
     if tag is None and len(steps) == 1:
         return next(iter(steps.values()))
     if tag is None:

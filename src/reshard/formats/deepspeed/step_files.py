@@ -123,7 +123,7 @@ def read_step(folder: Path, sources: Sources) -> StepFiles:
     files.experts = [_read(path, sources) for path in paths if EXPERT_FILE.fullmatch(path.name)]
     if 0 not in files.models:
         problems.append(
-            _missing(folder / "mp_rank_00_model_states.pt", "the model states name every parameter")
+            _missing_problem(folder / "mp_rank_00_model_states.pt", "the model states name every parameter")
         )
         raise ReshardError(problems)
     files.stage = _stage(files)
@@ -231,7 +231,7 @@ def zero_config(file: LoadedFile) -> Mapping[str, Any]:
     return zero if isinstance(zero, Mapping) else {}
 
 
-def _missing(path: Path, rule: str, found: str | None = None) -> Problem:
+def _missing_problem(path: Path, rule: str, found: str | None = None) -> Problem:
     return Problem(
         "deepspeed-file-missing",
         "a file of the checkpoint is missing",
@@ -273,7 +273,7 @@ def _rank_problems(files: StepFiles) -> Iterator[Problem]:
             )
     first = next(iter(files.optimizers.values())).path
     for rank in sorted(set(range(wanted)) - files.optimizers.keys()):
-        yield _missing(_sibling(first, rank), f"each of {wanted} ranks has a part of every weight")
+        yield _missing_problem(_sibling(first, rank), f"each of {wanted} ranks has a part of every weight")
     yield from _missing_models(files)
 
 
@@ -313,7 +313,9 @@ def _missing_experts(files: StepFiles) -> Iterator[Problem]:
         names = [f"layer_{layer}_expert_{i}_mp_rank_00_model_states.pt" for i in range(count)]
         for name in names:
             if name not in present:
-                yield _missing(files.folder / name, f"layer {layer} has {count} experts, one file each")
+                yield _missing_problem(
+                    files.folder / name, f"layer {layer} has {count} experts, one file each"
+                )
 
 
 def _missing_models(files: StepFiles) -> Iterator[Problem]:
@@ -322,14 +324,16 @@ def _missing_models(files: StepFiles) -> Iterator[Problem]:
     if not model.path.name.startswith("zero_") or not model.content.get("frozen_param_fragments"):
         return
     for rank in sorted(set(range(world if isinstance(world, int) else 0)) - files.models.keys()):
-        yield _missing(_sibling(model.path, rank), f"each of {world} ranks has a part of every frozen weight")
+        yield _missing_problem(
+            _sibling(model.path, rank), f"each of {world} ranks has a part of every frozen weight"
+        )
 
 
 def _no_weights(files: StepFiles, ranks: int) -> Iterator[Problem]:
     """Problems of ZeRO 3 model states without optimizer states: they contain no weights."""
     names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
     for name in names:
-        yield _missing(
+        yield _missing_problem(
             files.folder / name,
             "ZeRO 3 keeps the weights in the files of optimizer states",
             f"tensors of Size([0]) in {files.model.path.name}",

@@ -95,7 +95,7 @@ def _parameters_with(folder: Path, sources: Sources, kind: str, names: Sequence[
     """The parameters with a state; none if the first is a single repeated zero, the placeholder of a fresh state."""
     stateful = [name for name in names if (folder / "zero" / name / f"{kind}.pt").is_file()]
     if stateful:
-        stored, _ = _stored(folder / "zero" / stateful[0] / f"{kind}.pt", sources)
+        stored, _ = _stored_tensor(folder / "zero" / stateful[0] / f"{kind}.pt", sources)
         if not any(stored.strides) and stored.numel > 1:
             return []
     return stateful
@@ -141,7 +141,7 @@ def _tensor(path: Path, sources: Sources, name: str, shape: tuple[int, ...] | No
             rule="a universal checkpoint has one folder per parameter, with its fp32 values",
             remedy=COPY_AGAIN,
         )
-    stored, flat = _stored(path, sources)
+    stored, flat = _stored_tensor(path, sources)
     if flat and shape is None:
         raise ReshardError(
             "universal-shape-unknown",
@@ -167,7 +167,7 @@ def _tensor(path: Path, sources: Sources, name: str, shape: tuple[int, ...] | No
     return Tensor(tensor.dtype, tensor.view.reshape(*shape)) if flat and shape is not None else tensor
 
 
-def _stored(path: Path, sources: Sources) -> tuple[StoredTensor, bool]:
+def _stored_tensor(path: Path, sources: Sources) -> tuple[StoredTensor, bool]:
     """The tensor of a file, and whether it is stored flat, without its shape."""
     content = read_torch_file(path, sources)
     stored = content.get("param") if isinstance(content, Mapping) else content

@@ -302,7 +302,7 @@ def _gather_groups(files: StepFiles, kind: str) -> dict[str, Tensor]:
                 problems.append(_wrong_size(members[0], f"group {index}", length, len(line), len(members)))
                 continue
             if kind == MASTER_STATE:
-                problems += _misplaced(members, starts, shapes, index)
+                problems += _misplaced_problems(members, starts, shapes, index)
             for name, shape in shapes.items():
                 whole = _global_name(name, shapes, place) if len(owners) > 1 else name
                 parts = line.cut(starts[name], starts[name] + prod(shape))
@@ -367,7 +367,7 @@ def _global_name(name: str, shapes: Shapes, place: int) -> str:
     return f"{match[1]}{place * local + int(match[2])}{match[3]}"
 
 
-def _misplaced(
+def _misplaced_problems(
     members: Sequence[LoadedFile], starts: Mapping[str, int], shapes: Shapes, group: int
 ) -> Iterator[Problem]:
     """Problems of files whose list of parameters does not begin with the one at their place in the vector.
@@ -424,7 +424,7 @@ def _gather_zero3(files: StepFiles, kind: str) -> dict[str, Tensor]:
     )
     tensors, begin = {}, 0
     for name, shape in shapes.items():
-        tensors[name] = _joined(shape, lines, begin)
+        tensors[name] = _joined_tensor(shape, lines, begin)
         begin += _piece(shape, len(ranks))
     return tensors
 
@@ -433,7 +433,7 @@ def _piece(shape: tuple[int, ...], ranks: int) -> int:
     return (prod(shape) + ranks - 1) // ranks
 
 
-def _joined(shape: tuple[int, ...], lines: Sequence[SplitVector], begin: int) -> Tensor:
+def _joined_tensor(shape: tuple[int, ...], lines: Sequence[SplitVector], begin: int) -> Tensor:
     """A tensor from the pieces that the lines have of it, from `begin`. The last ranks may have only padding."""
     numel, piece = prod(shape), _piece(shape, len(lines))
     pieces: list[Piece] = []
@@ -453,7 +453,7 @@ def frozen_weights(files: StepFiles) -> dict[str, Tensor]:
         wrong = [(file, line) for file, line in zip(ranks, lines, strict=True) if len(line) != piece]
         problems += [_wrong_size(file, name, piece, len(line), 1) for file, line in wrong]
         if not wrong and 0 not in shape:
-            tensors[name] = _joined(shape, lines, 0)
+            tensors[name] = _joined_tensor(shape, lines, 0)
     raise_all(problems)
     return tensors
 

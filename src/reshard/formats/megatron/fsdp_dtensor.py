@@ -102,12 +102,16 @@ def recognized(checkpoint: Checkpoint, tensors: Mapping[str, DcpTensor]) -> Chec
     return replace(
         checkpoint,
         format=NAME,
-        problems=[*checkpoint.problems, *_undivided(tensors), *_entangled(tensors, args, layout)],
+        problems=[
+            *checkpoint.problems,
+            *_delta_net_problem(tensors),
+            *_alternation_problem(tensors, args, layout),
+        ],
         notes=[*checkpoint.notes, *_notes(tensors, args)],
     )
 
 
-def _undivided(tensors: Mapping[str, DcpTensor]) -> Iterator[Problem]:
+def _delta_net_problem(tensors: Mapping[str, DcpTensor]) -> Iterator[Problem]:
     """A problem if a gated delta net has one tensor for its projections: mcore-bridge orders the rows otherwise."""
     if fused := [name for name in tensors if name.endswith(".self_attention.in_proj.weight")]:
         yield Problem(
@@ -120,7 +124,7 @@ def _undivided(tensors: Mapping[str, DcpTensor]) -> Iterator[Problem]:
         )
 
 
-def _entangled(
+def _alternation_problem(
     tensors: Mapping[str, DcpTensor], args: Mapping[str, Any], layout: SavedLayout
 ) -> Iterator[Problem]:
     """A problem if tensor-parallel ranks cut a tensor within its parts: the parts of all ranks then alternate."""

@@ -129,7 +129,7 @@ def read_optimizer(common: Mapping[str, Any]) -> Adam | None:
     """The optimizer data in `common.pt`; None if no other layout could use them."""
     try:
         chain = _chain(common["optimizer"])
-        first = _inner(chain[0])
+        first = _torch_state(chain[0])
         groups = first["param_groups"]
         step = groups[0].get("step", first.get("state", {}).get("common_step"))
         steps = scalar(step) if isinstance(step, StoredTensor) else step
@@ -159,7 +159,7 @@ def _chain(entry: Any) -> list[dict[str, Any]]:
     return [entry]
 
 
-def _inner(link: Mapping[str, Any]) -> dict[str, Any]:
+def _torch_state(link: Mapping[str, Any]) -> dict[str, Any]:
     """torch's own state dict, which mixed precision and the distributed optimizer wrap in another dict."""
     return dict(link.get("optimizer", link))
 
@@ -239,7 +239,9 @@ class MegatronOptimizer:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """All parameter groups."""
-        return [group for link in _chain(self.common["optimizer"]) for group in _inner(link)["param_groups"]]
+        return [
+            group for link in _chain(self.common["optimizer"]) for group in _torch_state(link)["param_groups"]
+        ]
 
     def keyed(self) -> dict[str, Mapping[str, Planned]]:
         """The states by the prefix of their keys."""
@@ -261,7 +263,7 @@ def new_optimizer(
     if not is_megatrons(optimizer):
         optimizer = _adopted(optimizer)
         flags.append("--override-opt_param-scheduler")
-    chain = [_inner(link) for link in optimizer.native["chain"]]
+    chain = [_torch_state(link) for link in optimizer.native["chain"]]
     if expert_parallel and len(chain) == 1:
         biased = any(".experts." in name and name.endswith(".bias") for name in states["exp_avg"])
         chain.append({**chain[0], "param_groups": _of_experts(chain[0]["param_groups"], biased)})

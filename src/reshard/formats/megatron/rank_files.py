@@ -188,7 +188,9 @@ class JoiningFacts:
         """The facts that follow from the files themselves and the names of their folders."""
         numbers = {name: _numbers(name) for name in files}
         tensors = {name: dict(_tensors(content)) for name, content in files.items()}
-        experts = {key: tensor.shape[0] for key, tensor in _all(tensors) if key.endswith("mlp.router.weight")}
+        experts = {
+            key: tensor.shape[0] for key, tensor in _all_tensors(tensors) if key.endswith("mlp.router.weight")
+        }
         first, last = min(files, key=numbers.__getitem__), max(files, key=lambda name: numbers[name][1])
         # If one rank has both ends of the model, there is one stage: a second number is an expert rank.
         is_expert = {EMBEDDING, "decoder.final_layernorm.weight"} <= tensors[first].keys()
@@ -214,7 +216,7 @@ def _tensors(content: Content) -> Iterator[tuple[str, StoredTensor]]:
                 yield key, value
 
 
-def _all(files: Mapping[str, Mapping[str, StoredTensor]]) -> Iterator[tuple[str, StoredTensor]]:
+def _all_tensors(files: Mapping[str, Mapping[str, StoredTensor]]) -> Iterator[tuple[str, StoredTensor]]:
     return (item for tensors in files.values() for item in tensors.items())
 
 

@@ -132,10 +132,10 @@ def unprefixed(stored: Mapping[str, DcpTensor]) -> dict[str, DcpTensor]:
     prefix = prefix_of((key for key in stored if not not_a_weight(key)), _ANCHORS).removesuffix(BELOW)
     if not prefix:
         return dict(stored)
-    return under_new_names((key, _without(prefix, key), tensor) for key, tensor in stored.items())
+    return under_new_names((key, _key_without(prefix, key), tensor) for key, tensor in stored.items())
 
 
-def _without(prefix: str, key: str) -> str:
+def _key_without(prefix: str, key: str) -> str:
     """A key without a prefix of the weight's name in it."""
     state, weight = split_key(key)
     front, rest = split_front(weight)

@@ -20,7 +20,7 @@ SHARED_GATES = ">0.16.1"
 def check_layout(model: Model, layout: Layout) -> None:
     """Refuse a layout that the model cannot have. Raises ReshardError with all problems at once."""
     dims = model.dims
-    problems = list(_undivided(dims, layout))
+    problems = list(_undivided_problems(dims, layout))
     if layout.vpp > 1 and layout.pp == 1:
         problems.append(
             Problem(
@@ -56,7 +56,7 @@ def check_layout(model: Model, layout: Layout) -> None:
     layout.chunks(dims.layers)
 
 
-def _undivided(dims: Dims, layout: Layout) -> Iterator[Problem]:
+def _undivided_problems(dims: Dims, layout: Layout) -> Iterator[Problem]:
     """Problems of sizes that cannot be divided equally among the ranks."""
     tensor_parallel = [
         divided("attention heads", dims.heads),

@@ -86,7 +86,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 def _open(folder: Path, sources: Sources, step: Iteration | None) -> Checkpoint:
     metadata = read_metadata(folder / ".metadata", sources)
-    stored, variant = _spelled(metadata)
+    stored, variant = _respelled_tensors(metadata)
     saved = SavedIteration(
         NAME,
         stored,
@@ -106,7 +106,7 @@ def _open(folder: Path, sources: Sources, step: Iteration | None) -> Checkpoint:
     return checkpoint_of(folder, step, saved, sources)
 
 
-def _spelled(metadata: DcpMetadata) -> tuple[dict[str, DcpTensor], str]:
+def _respelled_tensors(metadata: DcpMetadata) -> tuple[dict[str, DcpTensor], str]:
     """The tensors under torch_dist's own keys, and the variant of the format if it has others."""
     if not is_torch_dcp(metadata.objects):
         return unprefixed(metadata.tensors), ""

@@ -122,7 +122,7 @@ class _MlxWeights:
 
     def __init__(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: str) -> None:
         self._tensors, self._settings_note, self._file = tensors, settings, file
-        self._default = self._parsed(settings) if settings else None
+        self._default = self._parse_settings(settings) if settings else None
         self.kinds: Counter[ModeSettings] = Counter()
 
     def plain(self) -> dict[str, Tensor]:
@@ -134,12 +134,14 @@ class _MlxWeights:
         for name, tensor in self._tensors.items():
             module = name.removesuffix(".weight")
             if name not in parts:
-                problems += [_incomplete(name, "scales", tensor)] if tensor.dtype.name == "uint32" else []
+                problems += (
+                    [_incomplete_problem(name, "scales", tensor)] if tensor.dtype.name == "uint32" else []
+                )
                 weights[name] = tensor
             elif name == f"{module}.weight":
                 problems += self._dequantize(module, weights)
         problems += [
-            _incomplete(f"{module}.weight", "weight", self._tensors[f"{module}.scales"])
+            _incomplete_problem(f"{module}.weight", "weight", self._tensors[f"{module}.scales"])
             for module in sorted(modules)
             if f"{module}.weight" not in self._tensors
         ]
@@ -154,11 +156,11 @@ class _MlxWeights:
             yield _with_global_scale(module, items)
             return
         if scales.dtype.name != "uint8" and biases is None:
-            yield _incomplete(f"{module}.weight", "biases", scales)
+            yield _incomplete_problem(f"{module}.weight", "biases", scales)
             return
         settings = self._settings_of(module, items, scales)
         if settings is None or not _fits(settings, items, scales, biases):
-            yield self._misfit(module, items, scales, biases)
+            yield self._misfit_problem(module, items, scales, biases)
             return
         self.kinds[settings] += 1
         weights[f"{module}.weight"] = dequantized(WeightParts(items, scales, biases), settings)
@@ -167,7 +169,7 @@ class _MlxWeights:
         """The settings of a module: its own, else those that its parts leave open; None if none fit."""
         own = self._settings_note.get(module)
         if isinstance(own, dict):
-            return self._parsed(own)
+            return self._parse_settings(own)
         groups = scales.shape[-1] if scales.shape else 0
         bits_of_group = 32 * items.shape[-1] // groups if items.shape and groups else 0
         if scales.dtype.name == "uint8":
@@ -175,13 +177,13 @@ class _MlxWeights:
             return next((each for each in modes if each.bits * each.group == bits_of_group), None)
         return self._default
 
-    def _parsed(self, settings: Mapping[str, Any]) -> ModeSettings:
+    def _parse_settings(self, settings: Mapping[str, Any]) -> ModeSettings:
         try:
             return settings_in(settings)
         except ValueError as error:
             raise _no_settings(Path(self._file), str(error)) from None
 
-    def _misfit(self, module: str, items: Tensor, scales: Tensor, biases: Tensor | None) -> Problem:
+    def _misfit_problem(self, module: str, items: Tensor, scales: Tensor, biases: Tensor | None) -> Problem:
         parts = {"weight": items, "scales": scales, **({"biases": biases} if biases else {})}
         return Problem(
             "mlx-settings-differ",
@@ -208,7 +210,7 @@ def _fits(settings: ModeSettings, items: Tensor, scales: Tensor, biases: Tensor 
     return len(scales.shape) > 1 and items.shape == (*outer, groups * settings.items)
 
 
-def _incomplete(name: str, lacking: str, present: Tensor) -> Problem:
+def _incomplete_problem(name: str, lacking: str, present: Tensor) -> Problem:
     """The problem of a weight that lacks a part; `present` is another one."""
     return Problem(
         "mlx-weight-incomplete",

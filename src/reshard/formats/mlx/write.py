@@ -74,7 +74,7 @@ class MlxWriting(Writing):
         if mlx.REMOVED_VISION in naming.left:
             config = {key: value for key, value in request.config.items() if key != "vision_config"}
             request = replace(request, config=config)
-        super().__init__(_quantized(naming, request) if request.options.quantize else request)
+        super().__init__(_quantized_request(naming, request) if request.options.quantize else request)
 
     def files(self) -> list[OutputFile]:
         """The weight files of a folder, with an index, as mlx-lm always writes one."""
@@ -124,7 +124,7 @@ def _other_dtypes(naming: mlx.MlxNaming, request: Request) -> dict[str, DType]:
     }
 
 
-def _quantized(naming: mlx.MlxNaming, request: Request) -> Request:
+def _quantized_request(naming: mlx.MlxNaming, request: Request) -> Request:
     """The request with quantized weights."""
     usual = METHODS[str(request.options.quantize)]
     chosen = {t.name: how for t in request.tensors if (how := _method(naming, usual, t))}
@@ -186,11 +186,11 @@ def _parts(tensor: Planned, settings: ModeSettings) -> Iterator[Planned]:
     nothing = Tensor(tensor.dtype, View.of(None, *tensor.shape))
     for part, stored in affine(tensor.name, nothing, settings).items():
         yield Planned(
-            f"{module}.{part}", stored.dtype, stored.shape, partial(_compiled, tensor, settings, part)
+            f"{module}.{part}", stored.dtype, stored.shape, partial(_compiled_view, tensor, settings, part)
         )
 
 
-def _compiled(tensor: Planned, settings: ModeSettings, part: str) -> View:
+def _compiled_view(tensor: Planned, settings: ModeSettings, part: str) -> View:
     return affine(tensor.name, Tensor(tensor.dtype, tensor.source()), settings)[part].view
 
 

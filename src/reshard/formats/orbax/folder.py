@@ -74,7 +74,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     leaves = _leaves(path, sources)
     _refuse_adapters(leaves, path)
     root = _root(leaves, path)
-    weights, others = _sorted(leaves, root)
+    weights, others = _sorted_leaves(leaves, root)
     reader = _ArrayReader(path, sources)
     tensors = normal({name: reader.tensor(name, stored) for name, stored in weights.items()})
     dropped = Counter[str]()
@@ -89,7 +89,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         description=ModelDescription(path),
         iteration=step,
         dropped=dropped,
-        notes=[*_notes(path, dropped), *_order(weights)],
+        notes=[*_notes(path, dropped), *_order_note(weights)],
         variant=f"{reader.variant}; {'Linen' if root.startswith('params.') else 'NNX'}",
         native=FormatData(is_part=True),
     )
@@ -174,7 +174,7 @@ def _root(leaves: Mapping[str, str], path: Path) -> str:
     )
 
 
-def _sorted(leaves: Mapping[str, str], root: str) -> tuple[dict[str, str], dict[str, str]]:
+def _sorted_leaves(leaves: Mapping[str, str], root: str) -> tuple[dict[str, str], dict[str, str]]:
     """The model's arrays by name, as they are stored, and the others, with the rule for each."""
     weights: list[tuple[str, str, str]] = []
     others: dict[str, str] = {}
@@ -204,7 +204,7 @@ def _is_scanned(names: Iterable[str]) -> bool:
     return any(re.match(r"decoder\.\w*layers\.(?!\d)", name) for name in names)
 
 
-def _order(names: Iterable[str]) -> Iterator[str]:
+def _order_note(names: Iterable[str]) -> Iterator[str]:
     """A note if nothing in the arrays tells the order of rotary rows."""
     names_text = "\n".join(names)
     if "self_attention.query.kernel" in names_text and not _ORDERED.search(names_text):
@@ -275,7 +275,7 @@ class _ArrayReader:
                 remedy="convert a checkpoint whose weights are not quantized",
             )
         if missing := self._container.missing_chunks(stored):
-            self._problems.append(self._incomplete(name, array, missing))
+            self._problems.append(self._incomplete_problem(name, array, missing))
         parts = []
         for at in places(array.counts):
             low, size = array.box(at)
@@ -307,7 +307,7 @@ class _ArrayReader:
         if self._sources.meter:
             self._sources.meter.set_aside(3 * self._largest, str(self._folder))
 
-    def _incomplete(self, name: str, array: ArrayShape, missing: list[str]) -> Problem:
+    def _incomplete_problem(self, name: str, array: ArrayShape, missing: list[str]) -> Problem:
         return Problem(
             "orbax-chunks-missing",
             "chunks of an array are missing",

@@ -72,7 +72,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     iterations.refuse(path, iteration, "a checkpoint of DeepSeek's inference code")
     folder = path if path.is_dir() else path.parent
     contents = [read_tensors(file, sources) for file in files_of_ranks(folder, RANK_FILE, _count(folder))]
-    raise_all(_misplaced(contents))
+    raise_all(_misplaced_problems(contents))
     joined = JoinedRanks(contents, split_of)
     tensors = under_new_names(
         ((name, hub_name(name), tensor) for name, tensor in joined.tensors().items()), path
@@ -128,7 +128,7 @@ def _count(folder: Path) -> int:
     )
 
 
-def _misplaced(contents: list[dict[str, Tensor]]) -> Iterator[Problem]:
+def _misplaced_problems(contents: list[dict[str, Tensor]]) -> Iterator[Problem]:
     """A problem for each file whose experts are those of another rank, by their numbers."""
     for rank, content in enumerate(contents):
         own = [match for name in content if (match := _EXPERT.match(name))]

@@ -62,12 +62,12 @@ def _set_values(settings: Mapping[str, Any]) -> Values:
 def config_of(settings: Mapping[str, Any]) -> Values | None:
     """The config.json of a model; None if its class in transformers computes something else, or is not known here."""
     try:
-        return _derived(settings)
+        return _derived_config(settings)
     except UNUSABLE:
         return None
 
 
-def _derived(settings: Mapping[str, Any]) -> Values | None:
+def _derived_config(settings: Mapping[str, Any]) -> Values | None:
     model_type = _model_type(settings)
     if model_type is None or not _is_usual(model_type, settings):
         return None

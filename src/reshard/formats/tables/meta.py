@@ -84,7 +84,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     _check_count(folder, params, contents)
     joined = JoinedRanks(contents, partial(_split_of, by_columns=_by_columns(contents[0])))
     tensors = joined.tensors()
-    copies = [*_tied(tensors)]
+    copies = [*_tied_replicas(tensors)]
     dropped["the tied head, stored twice"] = sum(each.second.nbytes for each in copies)
     config = _config(params, tensors, tied=HEAD not in tensors)
     return Checkpoint(
@@ -92,7 +92,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         format=NAME,
         dialect=META_DIALECT,
         tensors=tensors,
-        description=ModelDescription(folder, config=config, recorded=_recorded(params, config)),
+        description=ModelDescription(folder, config=config, recorded=_recorded_config(params, config)),
         layout=SavedLayout.of(Layout(tp=len(files))),
         dropped=+dropped,
         replicas=[*joined.replicas, *copies],
@@ -101,7 +101,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     )
 
 
-def _tied(tensors: dict[str, Tensor]) -> Iterator[Replica]:
+def _tied_replicas(tensors: dict[str, Tensor]) -> Iterator[Replica]:
     """Removes a head that is a copy of the embedding, as in the releases of Llama 3.2, which tie them."""
     if HEAD in tensors and EMBEDDING in tensors and same_bytes(tensors[HEAD], tensors[EMBEDDING]):
         yield Replica(EMBEDDING, tensors[EMBEDDING], tensors.pop(HEAD), "a tied head equals the embedding")
@@ -199,7 +199,7 @@ def _config(params: Mapping[str, Any], tensors: Mapping[str, Tensor], *, tied: b
     return config | ids
 
 
-def _recorded(params: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _recorded_config(params: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of the config that `params` record."""
     has = {"rms_norm_eps": "norm_eps", "rope_theta": "rope_theta", "rope_scaling": "use_scaled_rope"}
     recorded = {key: value for key, value in config.items() if has.get(key, "dim") in params}

@@ -86,7 +86,7 @@ def config_of(params: Mapping[str, Any], tensors: Collection[str], file: str) ->
     if beyond:
         raise unsupported(beyond, file)
     try:
-        return _derived(stated, BIAS in tensors)
+        return _derived_config(stated, BIAS in tensors)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReshardError(
             "mistral-params-unreadable",
@@ -136,7 +136,7 @@ def unsupported(settings: list[str], file: str | None = None) -> ReshardError:
     )
 
 
-def _derived(params: Mapping[str, Any], bias: bool) -> DerivedConfig:
+def _derived_config(params: Mapping[str, Any], bias: bool) -> DerivedConfig:
     notes: list[str] = []
     text = _text(params, notes)
     tied = bool(params.get("tied_embeddings"))

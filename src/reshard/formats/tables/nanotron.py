@@ -100,7 +100,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     folder = weights.parent
     config = read_model_config(folder, sources)
     files = _files(weights)
-    tensors = _read(files, weights, sources)
+    tensors = _read_all(files, weights, sources)
     interleaved, note = rows_are_interleaved(config)
     number = folder.resolve().name
     return Checkpoint(
@@ -121,7 +121,7 @@ def _step(path: Path, iteration: Iteration | None) -> Path:
     steps = _steps(path) if _weights(path) is None else {}
     if not steps and iteration is None:
         return path
-    wanted = _latest(path / LATEST_FILE) if iteration is None else iteration
+    wanted = _latest_step(path / LATEST_FILE) if iteration is None else iteration
     available = steps or _steps(path.resolve().parent)
     if wanted in available:
         return available[int(wanted)]
@@ -135,7 +135,7 @@ def _step(path: Path, iteration: Iteration | None) -> Path:
     )
 
 
-def _latest(path: Path) -> int | str:
+def _latest_step(path: Path) -> int | str:
     # Not read through `sources`: a running job rewrites it, and it is not needed once the step is chosen.
     with open_file(path) as file:
         text = file.read(0, min(file.size, 20)).decode("utf-8", "replace").strip()
@@ -170,24 +170,26 @@ def _layout(files: Mapping[str, Sequence[ParameterFile]]) -> SavedLayout:
     return SavedLayout(tp=tp, pp=pp, vpp=1, ep=ep, etp=tp)
 
 
-def _read(files: Mapping[str, list[ParameterFile]], folder: Path, sources: Sources) -> dict[str, Tensor]:
+def _read_all(files: Mapping[str, list[ParameterFile]], folder: Path, sources: Sources) -> dict[str, Tensor]:
     """All parameters of a folder. Raises ReshardError for each that is not complete."""
     tensors: dict[str, Tensor] = {}
     problems: list[Problem] = []
     for name, parameter_files in files.items():
-        lacking = [*_lacking(name, parameter_files)]
+        lacking = [*_missing_file_problems(name, parameter_files)]
         problems += lacking
         if lacking:
             continue
         try:
-            tensors[name] = _joined(name, [_read_part(each.path, sources) for each in parameter_files])
+            tensors[name] = _joined_parameter(
+                name, [_read_part(each.path, sources) for each in parameter_files]
+            )
         except ReshardError as error:
             problems += error.problems
     raise_all(one_for_all(problems, files, str(folder)))
     return tensors
 
 
-def _lacking(name: str, files: Sequence[ParameterFile]) -> Iterator[Problem]:
+def _missing_file_problems(name: str, files: Sequence[ParameterFile]) -> Iterator[Problem]:
     """Problems of the files of a parameter: some are missing, or they are of two saves."""
     places = [each.place for each in files]
     first = places[0]
@@ -275,17 +277,19 @@ def _box(text: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int,
     return low, size
 
 
-def _joined(name: str, parts: Sequence[ParameterPart]) -> Tensor:
+def _joined_parameter(name: str, parts: Sequence[ParameterPart]) -> Tensor:
     """The complete parameter. Raises ReshardError unless the parts cover it exactly."""
     first = parts[0]
     kinds = {(part.tensor.dtype.name, part.shape) for part in parts}
     if len(kinds) > 1:
-        raise _misfit(name, parts, ", ".join(sorted(f"{dtype} {list(shape)}" for dtype, shape in kinds)))
+        raise _misfit_error(
+            name, parts, ", ".join(sorted(f"{dtype} {list(shape)}" for dtype, shape in kinds))
+        )
     boxes = [box for part in parts for box in part.boxes]
     whole = assemble(first.shape, boxes)
     elements = sum(view.numel for _, view in boxes)
     if elements != whole.numel or overlaps(whole):
-        raise _misfit(name, parts, f"{elements} of {whole.numel} elements{_duplicate_note(parts)}")
+        raise _misfit_error(name, parts, f"{elements} of {whole.numel} elements{_duplicate_note(parts)}")
     return Tensor(first.tensor.dtype, whole)
 
 
@@ -300,7 +304,7 @@ def _duplicate_note(parts: Iterable[ParameterPart]) -> str:
     return ""
 
 
-def _misfit(name: str, parts: Sequence[ParameterPart], found: str) -> ReshardError:
+def _misfit_error(name: str, parts: Sequence[ParameterPart], found: str) -> ReshardError:
     return ReshardError(
         "nanotron-parts-misfit",
         "the parts of a parameter do not fit together",

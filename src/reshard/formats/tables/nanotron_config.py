@@ -134,16 +134,22 @@ def _unlike_the_hub(config: Mapping[str, Any], folder: Path, sources: Sources) -
     window, interval = config.get("sliding_window_size"), config.get("no_rope_layer")
     experts = config.get("moe_config")
     if experts and not experts.get("enable_shared_expert"):
-        yield _unsupported(folder / FILE, "experts without a shared expert", "enable_shared_expert is false")
+        yield _unsupported_problem(
+            folder / FILE, "experts without a shared expert", "enable_shared_expert is false"
+        )
     if window and interval:
-        yield _unsupported(folder / FILE, "a window only in layers with a rotary embedding", f"{window}")
+        yield _unsupported_problem(
+            folder / FILE, "a window only in layers with a rotary embedding", f"{window}"
+        )
     if experts and (window or interval):
-        yield _unsupported(folder / FILE, "experts with a window, or layers without rotary embedding", "both")
+        yield _unsupported_problem(
+            folder / FILE, "experts with a window, or layers without rotary embedding", "both"
+        )
     if _uses_mup(folder / TRAINING, sources):
-        yield _unsupported(folder / TRAINING, "attention scaled as in muP, by 1/d", "use_mup is true")
+        yield _unsupported_problem(folder / TRAINING, "attention scaled as in muP, by 1/d", "use_mup is true")
 
 
-def _unsupported(file: Path, what: str, found: str) -> Problem:
+def _unsupported_problem(file: Path, what: str, found: str) -> Problem:
     return Problem(
         "nanotron-setting-unsupported",
         f"the model has {what}",

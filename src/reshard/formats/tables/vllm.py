@@ -140,17 +140,17 @@ def _refuse(contents: list[dict[str, Tensor]], folder: Path) -> None:
         for name, tensor in names.items()
         if tensor.dtype.name not in FLOAT_DTYPES
         or not (
-            _fused(name)
+            _fused_match(name)
             or any(
                 known.fullmatch(name) for known in (CUT_BY_ROWS, CUT_BY_COLUMNS, REPLICATED, ATTENTION_SCALE)
             )
         )
     ]
     if wrong:
-        _unknown(wrong, names)
+        _refuse_unknown(wrong, names)
 
 
-def _unknown(wrong: list[str], names: Mapping[str, Tensor]) -> NoReturn:
+def _refuse_unknown(wrong: list[str], names: Mapping[str, Tensor]) -> NoReturn:
     raise ReshardError(
         Problem(
             "vllm-tensor-unknown",
@@ -166,7 +166,7 @@ def _unknown(wrong: list[str], names: Mapping[str, Tensor]) -> NoReturn:
     )
 
 
-def _fused(name: str) -> re.Match[str] | None:
+def _fused_match(name: str) -> re.Match[str] | None:
     """Whether a tensor is of several projections: what is before, which they are, and what is after."""
     return re.fullmatch(rf"({_LAYER}(?:self_attn|mlp)\.)(qkv|gate_up)_proj(\.weight|\.bias)", name)
 
@@ -180,7 +180,7 @@ def _split_of(name: str) -> Split | None:
 def _unfused(content: Mapping[str, Tensor], sizes: _SharedSizes) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a rank, its part of each projection under the name that the Hub has for it."""
     for name, tensor in content.items():
-        fused = _fused(name)
+        fused = _fused_match(name)
         if not fused:
             yield name, tensor
             continue
@@ -211,7 +211,7 @@ class _SharedSizes:
         )
         self._vocabulary = self._stated_size(config, "vocab_size")
         if self._heads % ranks:
-            raise self._misfit(f"{ranks} ranks", f"a divisor of num_attention_heads {self._heads}")
+            raise self._misfit_error(f"{ranks} ranks", f"a divisor of num_attention_heads {self._heads}")
         self._copies = max(ranks // self._groups, 1)
         """How many ranks have each KV head."""
 
@@ -219,9 +219,9 @@ class _SharedSizes:
         size = config.get(key)
         if isinstance(size, int) and size > 0:
             return size
-        raise self._misfit(f"{key} {size}", f"a number as {key} in {CONFIG}")
+        raise self._misfit_error(f"{key} {size}", f"a number as {key} in {CONFIG}")
 
-    def _misfit(self, found: str, expected: str, tensor: str = "") -> ReshardError:
+    def _misfit_error(self, found: str, expected: str, tensor: str = "") -> ReshardError:
         return ReshardError(
             "vllm-sizes-differ",
             "the files do not have the sizes that config.json tells",
@@ -239,7 +239,7 @@ class _SharedSizes:
         of_part = {"q": heads, "k": groups, "v": groups} if is_attention else {"gate": 1, "up": 1}
         size, rest = divmod(rows, sum(of_part.values()))
         if rest:
-            raise self._misfit(f"{rows} rows", f"a multiple of {sum(of_part.values())} rows", name)
+            raise self._misfit_error(f"{rows} rows", f"a multiple of {sum(of_part.values())} rows", name)
         return {part: count * size for part, count in of_part.items()}
 
     def once(self, name: str, tensors: dict[str, Tensor]) -> Iterator[Replica]:
@@ -259,7 +259,7 @@ class _SharedSizes:
         """Keep the rows of the vocabulary, and yield those after it as replicas of zeros."""
         dtype, view = tensors[name]
         if view.shape[0] < self._vocabulary:
-            raise self._misfit(f"{view.shape[0]} rows", f"vocab_size {self._vocabulary}", name)
+            raise self._misfit_error(f"{view.shape[0]} rows", f"vocab_size {self._vocabulary}", name)
         tensors[name] = Tensor(dtype, view[: self._vocabulary])
         if padding := view.shape[0] - self._vocabulary:
             zeros = View.of(Cells(ZERO, dtype), padding * view.shape[1]).reshape(padding, view.shape[1])
