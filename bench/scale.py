@@ -24,7 +24,7 @@ from reshard.formats.options import ConversionOptions
 from reshard.planning import plan_conversion
 from reshard.transfer.batch import batches
 from reshard.transfer.file_job import continued
-from reshard.transfer.gather import MAX_GAP_BYTES, MIN_DIRECT_BYTES, _packed, _run
+from reshard.transfer.gather import MAX_GAP_BYTES, MIN_DIRECT_BYTES, contiguous_run, packed_piece
 from reshard.transfer.journal import Journal
 from reshard.transfer.memory_budget import shared
 from reshard.transfer.plan import Block, Plan
@@ -128,9 +128,9 @@ def work_of(block: Block, costs: Costs) -> Work:
 
 def _read(piece: Piece, itemsize: int) -> int:
     """Bytes read for a piece, including small gaps between its runs, as `gather` does."""
-    if _run(piece) * itemsize >= MIN_DIRECT_BYTES:
+    if contiguous_run(piece) * itemsize >= MIN_DIRECT_BYTES:
         return piece.numel * itemsize
-    _, length, repeats = _packed(piece, MAX_GAP_BYTES // itemsize)
+    _, length, repeats = packed_piece(piece, MAX_GAP_BYTES // itemsize)
     return length * prod(count for count, *_ in repeats) * itemsize
 
 

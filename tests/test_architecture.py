@@ -185,3 +185,17 @@ def test_no_error_of_ours_is_the_cause_of_another(path: Path) -> None:
     ours = [each for each in handlers if each.type and "ReshardError" in ast.unparse(each.type)]
     raised = [node for each in ours for node in ast.walk(each) if isinstance(node, ast.Raise)]
     assert [ast.unparse(node) for node in raised if isinstance(node.cause, ast.Name)] == []
+
+
+def test_tests_import_no_private_names() -> None:
+    root = SOURCE.parent.parent
+    paths = [path for folder in ("tests", "bench", "demo", "tools") for path in (root / folder).rglob("*.py")]
+    nodes = ((path, node) for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8"))))
+    private = [
+        f"{path.relative_to(root)}: {each.name}"
+        for path, node in nodes
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("reshard")
+        for each in node.names
+        if each.name.startswith("_") and not each.name.startswith("__")
+    ]
+    assert private == []

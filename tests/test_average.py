@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard as api
-from reshard.model.averaged_tensor import AveragedTensor, _fused
+from reshard.model.averaged_tensor import AveragedTensor, fused_multiply_add
 from tests.bad_input.damage import edit_config, flip
 from tests.commandline import reshard
 
@@ -100,9 +100,9 @@ def test_a_sum_in_the_middle_of_two_floats_is_rounded_as_the_exact_one() -> None
     total = np.full(40, 1 + 2.0**-23, np.float32)
     values = np.full(40, 2.0**-24 * (1 + 2.0**-23), np.float32) * np.repeat(np.float32([1, -1]), 20)
     weight = np.float64(np.float32(1 - 2.0**-23))
-    assert (_fused(total, values, weight).astype(np.float32) != total + values * weight).any()
+    assert (fused_multiply_add(total, values, weight).astype(np.float32) != total + values * weight).any()
     wanted = torch.from_numpy(total.copy()).add_(torch.from_numpy(values), alpha=float(weight))
-    assert np.array_equal(_fused(total, values, weight).astype(np.float32), wanted.numpy())
+    assert np.array_equal(fused_multiply_add(total, values, weight).astype(np.float32), wanted.numpy())
 
 
 @pytest.mark.parametrize("tp", [1, 2])

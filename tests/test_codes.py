@@ -123,11 +123,18 @@ def test_a_translation_says_what_every_problem_of_its_code_says() -> None:
             assert len(texts) <= 1, f"{code} has several of its {field}: {texts}"
 
 
-def test_nearly_all_that_readers_say_is_translated() -> None:
-    """A new problem needs no line in `problems.yaml`: until it is translated, it is quoted."""
+QUOTED = {
+    *("convert-family-not-for-engine", "convert-megatron-lacks-family", "format-only-read", "format-unknown"),
+    *("nothing-to-quantize", "output-bytes-differ", "path-not-found", "plugin-format-fails"),
+    *("quantization-method-differs", "size-not-divisible", "stacked-experts-fp8-unsupported"),
+    *("weight-not-divisible-into-blocks", "weights-empty"),
+}
+"""Problems that Chinese texts quote in English. A new one needs a line here or in `problems.yaml`."""
+
+
+def test_what_readers_say_is_translated() -> None:
     said = {each.code for each in ALL if each.file.startswith(READERS)}
-    unknown = said - translations().keys()
-    assert len(said) > 170 and len(unknown) <= 0.1 * len(said), sorted(unknown)
+    assert len(said) > 170 and said - translations().keys() == QUOTED
 
 
 def test_json_tells_the_code(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ import reshard
 from reshard.base.errors import ReshardError
 from reshard.codecs.gguf_types import QUANTIZED, READABLE_TYPES
 from reshard.formats.gguf import container
-from reshard.formats.gguf.write import _frequencies
+from reshard.formats.gguf.write import rotary_divisors
 from reshard.formats.huggingface import QUANTIZED as OF_THE_HUB
 from reshard.model.quantizer import STORAGES
 from reshard.transfer.gather import Gatherer
@@ -227,7 +227,7 @@ def test_rotary_frequencies_are_those_of_the_converter(base: float) -> None:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
-        found = _frequencies({"model_type": "llama", "head_dim": 128, "rope_parameters": rope})
+        found = rotary_divisors({"model_type": "llama", "head_dim": 128, "rope_parameters": rope})
         divisors = []
         for frequency in 1.0 / (base ** (torch.arange(0, 128, 2, dtype=torch.float32) / 128)):
             wave = 2 * math.pi / frequency

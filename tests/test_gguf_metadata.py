@@ -27,7 +27,7 @@ from reshard.formats.gguf.sentencepiece import CONTROL, NORMAL, USER_DEFINED
 from reshard.formats.gguf.tokenizer_metadata import merged_pieces
 from reshard.formats.gguf.typed_metadata import TypedMetadata
 from reshard.formats.gguf.value_types import Value, ValueType
-from reshard.formats.gguf.write import _frequencies
+from reshard.formats.gguf.write import rotary_divisors
 from tests.genuine.huggingface import LLAMA3_ROPE
 
 DATA = Path(__file__).parent / "data" / "gguf"
@@ -376,7 +376,7 @@ def test_the_scaling_of_llama_3_is_read_back_from_its_divisors() -> None:
     scaling = {**config["rope_scaling"], "factor": 32.0, "rope_theta": 500000.0}
     scaling |= {"original_max_position_embeddings": 8192}
     config |= {"rope_scaling": scaling, "head_dim": 64}
-    divisors = _frequencies(config)
+    divisors = rotary_divisors(config)
     found = read_back("llama", config, divisors)
     assert found is not None and found["rope_parameters"] == scaling
     assert read_back("llama", config, [1.0, *divisors[1:-1], 7.0]) is None

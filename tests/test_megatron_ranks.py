@@ -21,7 +21,7 @@ import reshard
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.formats.megatron.rank_files import coordinates
-from reshard.formats.megatron.rank_seeds import _owners
+from reshard.formats.megatron.rank_seeds import seed_owners
 from tests.genuine.mcore.checkpoint_io import MegatronFormat, SaveOptions
 from tests.genuine.megatron import QWEN2, VARIANTS, Genuine, tokens
 from tests.genuine.train_megatron import train_and_save
@@ -151,11 +151,11 @@ def test_chunk_files_of_two_ranks_that_were_exchanged(
 def test_seeds_tell_stages_where_they_are_counted_as_megatron_lm_does() -> None:
     """Megatron-LM adds 100 per stage; seeds counted in an unknown way are ignored."""
     right = {(stage, tensor): 42 + 2718 + 100 * stage + tensor for stage in range(3) for tensor in range(2)}
-    assert _owners(right) == {place: place for place in right}
+    assert seed_owners(right) == {place: place for place in right}
     moved = {**right, (0, 1): right[2, 1], (2, 1): right[0, 1]}
-    assert {place for place, owner in _owners(moved).items() if owner != place} == {(0, 1), (2, 1)}
-    assert _owners({place: seed + 10 * place[1] for place, seed in right.items()}) == {}
-    assert _owners(dict.fromkeys(right, 7)) == {}
+    assert {place for place, owner in seed_owners(moved).items() if owner != place} == {(0, 1), (2, 1)}
+    assert seed_owners({place: seed + 10 * place[1] for place, seed in right.items()}) == {}
+    assert seed_owners(dict.fromkeys(right, 7)) == {}
 
 
 def test_what_is_not_noticed_torch_does_not_notice_either(genuine: Maker, tmp_path: Path) -> None:

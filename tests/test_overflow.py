@@ -183,10 +183,10 @@ def test_casts_lose_what_torch_loses(stored: str, wanted: str) -> None:
     values = torch.tensor(EDGES, dtype=torch.float64).to(getattr(torch, stored))
     lost = values[values.isfinite() & values.to(getattr(torch, wanted)).isinf()].double().abs()
     raw = values.view(getattr(torch, f"uint{8 * values.itemsize}")).numpy()
-    found = Overflows()
-    cast(raw, dtype(stored), dtype(wanted), found)
-    cast(raw[:0], dtype(stored), dtype(wanted), found)
+    overflows = Overflows()
+    cast(raw, dtype(stored), dtype(wanted), overflows)
+    cast(raw[:0], dtype(stored), dtype(wanted), overflows)
     if not len(lost):
-        assert found.found is None
+        assert overflows.overflow is None
     else:
-        assert found.found == (len(lost), lost.max(), wanted)
+        assert overflows.overflow == (len(lost), lost.max(), wanted)

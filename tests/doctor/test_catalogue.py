@@ -51,7 +51,7 @@ def test_the_schema_is_one_and_describes_every_key(schema: dict[str, Any]) -> No
 
 
 def test_the_schema_and_the_reader_know_the_same_keys(schema: dict[str, Any]) -> None:
-    read = {*CatalogueEntry.__dataclass_fields__, "needs", "unless", "hints"} - {"beside"}
+    read = {*CatalogueEntry.__dataclass_fields__, "needs", "unless", "hints"} - {"context_patterns"}
     assert set(schema["properties"]) == read
     assert set(schema["properties"]["kind"]["enum"]) == set(ENTRY_KINDS)
     assert {"", *schema["properties"]["analysis"]["enum"]} == ANALYSES.keys()

@@ -47,25 +47,44 @@ def disturbed(excerpt: str, rng: random.Random) -> str:
     return "\n".join(f"\x1b[31m{line}\x1b[0m" if rng.random() < 0.1 else line for line in [*lines, NOISE[-1]])
 
 
+MISSED_IF_DISTURBED = {
+    *("hf-newly-initialized", "hf-remote-code-too-old", "loss-nan", "megatron-te-spec", "nccl-system-error"),
+    *("nccl-wrong-interface", "peft-twice", "peft-unsharded", "weights-only-global", "zero-stage-changed"),
+    "zero-to-fp32-not-zero",
+}
+"""Failures whose message is one line that a disturbance may hide, or that another one then comes before."""
+
+MISSED_WITHOUT_THE_BEGINNING = {
+    *(
+        "bitsandbytes-cuda-setup",
+        "checkpoint-recompute-differs",
+        "dtensor-mixed-cat-ddp",
+        "internlm-convert-tp",
+    ),
+    *("killed-by-signal", "nccl-cuda-failure", "zero3-experts-hang"),
+}
+"""Failures whose message is at the beginning of what is logged."""
+
+
 @pytest.mark.thorough
 def test_failures_are_recognised_however_their_logs_are_disturbed() -> None:
-    missed = []
+    missed: dict[str, list[str]] = {}
     for entry, time in product(SHOWN, "ab"):  # each with its own disturbances, whatever the others are
         found = diagnose_text("log", disturbed(entry.excerpt, random.Random(entry.id + time)))
         if entry.id not in [finding.code for finding in found[:1]]:
-            missed.append((entry.id, [finding.code for finding in found]))
-    assert len(missed) <= 0.08 * 2 * len(SHOWN), missed
+            missed[entry.id] = [finding.code for finding in found]
+    assert missed.keys() == MISSED_IF_DISTURBED, missed
 
 
 def test_the_last_lines_are_enough() -> None:
     """Logs may be cut off: most failures are still found from the second half of a traceback."""
-    missed = []
+    missed = set()
     for entry in SHOWN:
         lines = entry.excerpt.splitlines()
         found = diagnose_text("log", "\n".join(lines[len(lines) // 2 :]))
         if entry.id not in [finding.code for finding in found]:
-            missed.append(entry.id)
-    assert len(missed) <= 0.1 * len(SHOWN), missed
+            missed.add(entry.id)
+    assert missed == MISSED_WITHOUT_THE_BEGINNING
 
 
 @pytest.mark.parametrize("entry", SHOWN, ids=lambda entry: entry.id)

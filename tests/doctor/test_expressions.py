@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from reshard.runs.doctor.causes.gpus_and_ports import _FLAG
+from reshard.runs.doctor.causes.gpus_and_ports import GPU_COUNT_FLAG
 from reshard.runs.doctor.causes.message_rules import message_rules
 from reshard.runs.doctor.entries.catalogue_entry import catalogue
-from reshard.runs.doctor.remedy_spelling import _shows
+from reshard.runs.doctor.remedy_spelling import tool_patterns
 from reshard.runs.doctor.text.text_files import MAX_LINE
 
 if sys.version_info >= (3, 11):
@@ -128,7 +128,9 @@ def expressions() -> Iterator[tuple[str, re.Pattern[str], str]]:
     for rule in message_rules():
         for pattern in (rule.pattern, rule.needs, rule.unless):
             yield rule.code, re.compile(pattern, re.ASCII), "search"
-    for path, pattern in patterns_in("data", {**_shows(), "typed": re.compile(_FLAG.format(8))}):
+    for path, pattern in patterns_in(
+        "data", {**tool_patterns(), "typed": re.compile(GPU_COUNT_FLAG.format(8))}
+    ):
         yield path, pattern, "search"
 
 

@@ -14,9 +14,16 @@ from reshard.runs.checks.rules import rules
 from reshard.runs.doctor.entries.catalogue_entry import catalogue
 from reshard.runs.doctor.log_diagnosis import diagnose_text
 from reshard.runs.doctor.python_api import doctor
-from reshard.runs.doctor.remedy_spelling import USUAL_TOOL, WITH_BFLOAT16, RunTools, _data, _shows, keys_of
+from reshard.runs.doctor.remedy_spelling import (
+    USUAL_TOOL,
+    WITH_BFLOAT16,
+    RunTools,
+    keys_of,
+    tool_patterns,
+    tool_settings,
+)
 
-SETTINGS, TOOLS = _data()["settings"], _data()["tools"]
+SETTINGS, TOOLS = tool_settings()["settings"], tool_settings()["tools"]
 RAN = {
     "verl": "+ python3 -m verl.trainer.main_ppo data.train_batch_size=256",
     "swift": "+ swift sft --model Qwen/Qwen3-8B --train_type lora",
@@ -48,7 +55,7 @@ def usage_of(text: str) -> RunTools:
 
 
 def test_every_tool_is_known_by_its_command() -> None:
-    assert RAN.keys() == TOOLS.keys() and _shows().keys() == TOOLS.keys() - {USUAL_TOOL}
+    assert RAN.keys() == TOOLS.keys() and tool_patterns().keys() == TOOLS.keys() - {USUAL_TOOL}
     for tool, command in RAN.items():
         assert usage_of(command).tools[0] == tool, command
 

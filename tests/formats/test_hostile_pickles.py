@@ -25,7 +25,7 @@ from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.storage import Storage, StoredTensor
 from reshard.base.errors import ReshardError
 from reshard.containers.torchfiles import pickles, untrusted
-from reshard.containers.torchfiles.read import _load
+from reshard.containers.torchfiles.read import load_pickle
 
 if TYPE_CHECKING:
     from tests.genuine.megatron import Genuine
@@ -88,7 +88,7 @@ CRAFTED = {
 def load(data: bytes) -> str:
     """reshard's error for a pickle; "" if it can be read."""
     try:
-        _load(data, "x.pt", lambda key, nbytes: Storage("x.pt", 0, 1 << 20))
+        load_pickle(data, "x.pt", lambda key, nbytes: Storage("x.pt", 0, 1 << 20))
     except ReshardError as error:
         return str(error)
     return ""

@@ -12,7 +12,7 @@ import torch._dynamo  # cannot be imported in zero.Init, which replaces function
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
-from reshard.live.pretrained import _without_initializing
+from reshard.live.pretrained import without_initializing
 
 
 def main(folder: str) -> None:
@@ -24,7 +24,7 @@ def main(folder: str) -> None:
     deepspeed.init_distributed("gloo")
     stage = {"stage": 3, "stage3_param_persistence_threshold": 0}
     settings = {"train_batch_size": 1, "zero_optimization": stage}
-    with deepspeed.zero.Init(config_dict_or_path=settings), _without_initializing():
+    with deepspeed.zero.Init(config_dict_or_path=settings), without_initializing():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     try:
         reshard.load_into(model, folder)

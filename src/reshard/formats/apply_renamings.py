@@ -73,7 +73,7 @@ def applied(
     tensors: Iterable[Planned], rules: Rules, config: Mapping[str, Any], *, to_memory: bool = True
 ) -> list[Planned]:
     """The tensors after all rules, in one direction. Raises ReshardError if they do not fit an operation."""
-    ordered = sorted(tensors, key=lambda tensor: _natural_key(tensor.name))
+    ordered = sorted(tensors, key=lambda tensor: natural_key(tensor.name))
     renames = [rule for rule in rules if not rule.operations]
     converters = [rule for rule in rules if rule.operations]
     guards = _guards(renames, {_normalized_name(tensor.name)[0] for tensor in ordered})
@@ -194,6 +194,6 @@ def _full_names(name: str, converted: Tensors) -> Iterator[tuple[str, Planned]]:
         yield before + key + after, tensor
 
 
-def _natural_key(name: str) -> list[tuple[int, int | str]]:
+def natural_key(name: str) -> list[tuple[int, int | str]]:
     """Numbers in the order of their values."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"\.", name)]

@@ -181,7 +181,7 @@ class _ModulePatterns:
     def __init__(self, patterns: Iterable[str], *, wildcards: bool = False) -> None:
         self._names = frozenset(patterns)
         sources = [each.removeprefix("re:") for each in self._names if each.startswith("re:")]
-        self._patterns = [compiled for each in sources if (compiled := _compiled_pattern(each))]
+        self._patterns = [compiled for each in sources if (compiled := compiled_pattern(each))]
         shells = [translate(each) for each in sorted(self._names) if "*" in each] if wildcards else []
         if shells:  # together, and translated so that they take little time on any name
             self._patterns.append(re.compile("|".join(shells)))
@@ -190,7 +190,7 @@ class _ModulePatterns:
         return name in self._names or any(each.match(name) for each in self._patterns)
 
 
-def _compiled_pattern(pattern: str) -> re.Pattern[str] | None:
+def compiled_pattern(pattern: str) -> re.Pattern[str] | None:
     """A regular expression that is fast on every name; None for others, and for what is none."""
     repeats = re.findall(r"(?<!\\)[*+{]", pattern)
     if len(pattern) > 400 or len(repeats) > 6 or re.search(r"\)[*+{]", pattern):

@@ -31,7 +31,7 @@ def from_pretrained(
     with TemporaryDirectory(prefix="reshard-") as place:
         folder = Path(place)
         weights.write_companions(folder)
-        with _without_initializing():
+        with without_initializing():
             model = _build_model(auto, folder, trust_remote_code, build)
         generation = _generation(folder)
     _keep_in_float32(model)
@@ -124,7 +124,7 @@ def _generation(folder: Path) -> Any:
 
 
 @contextmanager
-def _without_initializing() -> Iterator[None]:
+def without_initializing() -> Iterator[None]:
     """Let transformers build a model without filling its weights with random numbers."""
     try:
         from transformers.initialization import no_init_weights

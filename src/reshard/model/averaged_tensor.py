@@ -58,13 +58,13 @@ class AveragedTensor(Computed):
             values = read(tensor, begin, end).view(np.float32)
             for low in range(0, len(total), BLOCK_ELEMENTS):
                 block = slice(low, low + BLOCK_ELEMENTS)
-                exact = _fused(total[block], values[block], weight)
+                exact = fused_multiply_add(total[block], values[block], weight)
                 total[block] = read.cast(exact.view(np.uint64), FLOAT64, FLOAT32).view(np.float32)
         raw: Floats = total.view(np.uint32)
         return raw
 
 
-def _fused(total: Floats, values: Floats, weight: np.float64) -> Floats:
+def fused_multiply_add(total: Floats, values: Floats, weight: np.float64) -> Floats:
     """`total + values * weight` in float64, which rounds to the same float32 as the exact sum.
 
     The product is exact. A sum that was rounded to the middle between two float32 is moved towards the exact one.

@@ -129,7 +129,7 @@ _UNQUANTIZED_MODULES = {
 _STACKED = ("experts.gate_up_proj", "experts.down_proj")
 
 
-def _name_in_layer(name: str) -> str | None:
+def name_in_layer(name: str) -> str | None:
     """The name of a tensor within its decoder layer."""
     match = _LAYER.fullmatch(name)
     return match[1] if match else None
@@ -177,7 +177,7 @@ def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -
     stored = [*storage.all_planned(tensors, chosen)]
     others = [t for t in tensors if t.name not in chosen]
     settings = (
-        nvfp4.settings_of(others, chosen, _name_in_layer)
+        nvfp4.settings_of(others, chosen, name_in_layer)
         if how == "nvfp4"
         else _settings(how, storage.blocks, others)
     )

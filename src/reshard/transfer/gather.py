@@ -75,7 +75,7 @@ class Gatherer:
     ) -> None:
         """Compute runs of elements, or everything between the first and the last one, and pick the piece's elements."""
         count = piece.source_end - piece.start
-        packed, length, repeats = _packed_piece(piece, 0)
+        packed, length, repeats = packed_piece(piece, 0)
         is_runs = len(repeats) == 1
         # Half of the limit is for the inputs, unless either half needs more; so all of `least` fits.
         few = source.memory_for(source.few)
@@ -100,12 +100,12 @@ class Gatherer:
     ) -> None:
         """Read long runs directly to their places; read others with the gaps between them, and pick."""
         size = cells.dtype.itemsize
-        if cells.dtype == dtype and (run := _run(piece)) * size >= MIN_DIRECT_BYTES:
+        if cells.dtype == dtype and (run := contiguous_run(piece)) * size >= MIN_DIRECT_BYTES:
             self._read(cells, _starts(piece.start, piece.at, piece.axes[:-1]), run, out)
             return
         # A checksum covers all bytes: if there is one, a gap that is read now need not be read at the end.
         is_summed = self._ledger is not None and cells.storage.crc32 is not None
-        packed, length, repeats = _packed_piece(
+        packed, length, repeats = packed_piece(
             piece, cells.storage.nbytes if is_summed else MAX_GAP_BYTES // size
         )
         most = min(limit // (size if cells.dtype == dtype else size + CAST_BYTES_EACH), READ_BYTES // size)
@@ -182,7 +182,7 @@ class _GathererInputs(NamedTuple):
         return self.gatherer.cast(values, source, target)
 
 
-def _run(piece: Piece) -> int:
+def contiguous_run(piece: Piece) -> int:
     """How many elements of a piece are contiguous in both its source and its target."""
     return piece.axes[-1][0] if piece.axes and piece.axes[-1][1:] == (1, 1) else 1
 
@@ -203,7 +203,7 @@ def _repeated(
             yield a + i * first, b + i * second
 
 
-def _packed_piece(piece: Piece, gap: int) -> tuple[Piece, int, list[Axis]]:
+def packed_piece(piece: Piece, gap: int) -> tuple[Piece, int, list[Axis]]:
     """A piece as it is in memory, from offset 0, without the gaps of more than `gap` elements in its source.
 
     Also returns the elements per read, and the axes along which such reads repeat: (count, step in the source, step in

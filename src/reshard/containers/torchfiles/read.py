@@ -55,7 +55,7 @@ def read_torch_file(
             return read_torch_file(path, sources, offset, length, own)
     size = file.size - offset if length is None else length
     archive = ZipArchive(FileWindow(file, str(path), offset, size))
-    return _load(archive.read("data.pkl"), archive.window.name, archive.storage)
+    return load_pickle(archive.read("data.pkl"), archive.window.name, archive.storage)
 
 
 def read_dict(
@@ -141,7 +141,7 @@ def _single_tensor(pickled: bytes, name: str = "") -> tuple[str, StoredTensor]:
         keys.append(key)
         return Storage("", 0, nbytes)
 
-    tensor = _load(pickled, name, storage)
+    tensor = load_pickle(pickled, name, storage)
     if not isinstance(tensor, StoredTensor):
         raise damaged_file(
             name, "chunk-without-tensor", "a chunk does not contain a tensor", found=type(tensor).__name__
@@ -181,7 +181,7 @@ _STORAGE_CLASSES = {f"torch.{name}": _StorageClass(dtype) for name, dtype in BY_
 }
 
 
-def _load(pickled: bytes, file: str, storage: Callable[[str, int], Storage]) -> Any:
+def load_pickle(pickled: bytes, file: str, storage: Callable[[str, int], Storage]) -> Any:
     """Unpickle the `data.pkl` of `file`; `storage(key, nbytes)` finds the storages that it refers to."""
     return _Rebuilder(file, storage).load(pickled)
 

@@ -187,7 +187,7 @@ def _file_type(request: Request, tensors: Mapping[str, GgufTensor]) -> int:
     return wanted.file_type
 
 
-def _frequencies(config: Mapping[str, Any]) -> list[float]:
+def rotary_divisors(config: Mapping[str, Any]) -> list[float]:
     """What llama3 scaling divides each rotary frequency by (`LlamaModel.generate_extra_tensors`); none for others.
 
     Mistral and Mixtral are of llama.cpp's architecture `llama`, too.
@@ -223,7 +223,7 @@ class GgufWriting(Writing):
         super().__init__(request)
         arch = ARCHITECTURES[request.declared.text["model_type"]]
         self.tensors: dict[str, GgufTensor] = {}
-        if frequencies := _frequencies(request.declared.text):
+        if frequencies := rotary_divisors(request.declared.text):
             content = np.asarray(frequencies, "<f4").tobytes()
             self.tensors[ROPE_TENSOR] = GgufTensor(F32, (len(frequencies),), content)
         self.tensors |= {each.name: _stored(request, arch, each) for each in request.tensors}

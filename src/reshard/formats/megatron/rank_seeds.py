@@ -37,7 +37,7 @@ def exchanged(objects: Mapping[str, DcpChunk], sources: Sources) -> Iterator[Pro
             if (seed := _seed(chunk, sources)) is not None:
                 seeds_of[replica][stage, tensor] = seed
     for replica, seeds in seeds_of.items():
-        for (stage, tensor), owner in _owners(seeds).items():
+        for (stage, tensor), owner in seed_owners(seeds).items():
             if owner != (stage, tensor):
                 yield Problem(
                     "megatron-seed-of-another-rank",
@@ -51,7 +51,7 @@ def exchanged(objects: Mapping[str, DcpChunk], sources: Sources) -> Iterator[Pro
                 )
 
 
-def _owners(seeds: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], tuple[int, int]]:
+def seed_owners(seeds: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], tuple[int, int]]:
     """The (stage, tensor rank) that each seed belongs to; empty if the seeds are not consecutive in either scheme."""
     for step in (_SEEDS_PER_STAGE, 0):
         right = {place: place[0] * step + place[1] for place in seeds}

@@ -51,7 +51,7 @@ class RunTools:
         if target:
             self.texts[target] = begin
         self.found |= {
-            name for name, shows in _shows().items() if name not in self.found and shows.search(begin)
+            name for name, shows in tool_patterns().items() if name not in self.found and shows.search(begin)
         }
         self.fp16 = self.fp16 or bool(_FP16.search(begin))
         self.bf16 = self.bf16 or bool(_BF16.search(begin))
@@ -59,7 +59,7 @@ class RunTools:
     @property
     def tools(self) -> list[str]:
         """The tools that were seen, the most specific first, and the usual one."""
-        return [name for name in _data()["tools"] if name in self.found or name == USUAL_TOOL]
+        return [name for name in tool_settings()["tools"] if name in self.found or name == USUAL_TOOL]
 
     @property
     def lacks_bf16(self) -> bool:
@@ -75,13 +75,13 @@ class RunTools:
     def _setting(self, name: str, value: str | None) -> str:
         if name == "bf16" and self.lacks_bf16:
             name = "fp16"
-        setting = _data()["settings"][name]
+        setting = tool_settings()["settings"][name]
         given = value if value is not None else setting.get("value")
         if value is None and given == "bfloat16" and (self.lacks_bf16 or (self.fp16 and not self.bf16)):
             given = "float16"
         for tool in self.tools:
             spelling = setting.get(
-                tool, setting.get("key") if _data()["tools"][tool].get("trainer") else None
+                tool, setting.get("key") if tool_settings()["tools"][tool].get("trainer") else None
             )
             if spelling is not None:
                 key = spelling_of(setting["parameter"], self.versions) if "parameter" in setting else ""
@@ -91,7 +91,7 @@ class RunTools:
 
 def _written(tool: str, spelling: str, value: object) -> str:
     """A key with its value in a tool's syntax; a spelling that is not a bare key is used as it is."""
-    form = _data()["tools"][tool]
+    form = tool_settings()["tools"][tool]
     text = str(value) if form.get("titled") or not isinstance(value, bool) else str(value).lower()
     if _KEY.fullmatch(spelling):
         return str(form["form"]).format(key=spelling, value=text)
@@ -110,7 +110,7 @@ def holes_in(text: str) -> set[str]:
 
 def names_of(setting: str) -> set[str]:
     """The keys by which tools know a setting."""
-    spelled = (each for each in _data()["settings"][setting].values() if isinstance(each, str))
+    spelled = (each for each in tool_settings()["settings"][setting].values() if isinstance(each, str))
     return {name for each in spelled for name in _keys_in(each)}
 
 
@@ -124,8 +124,8 @@ def _keys_in(spelling: str) -> set[str]:
 def keys_of(tool: str) -> set[str]:
     """The keys that a tool has for settings, as it writes them."""
     keys: set[str] = set()
-    for setting in _data()["settings"].values():
-        shared = setting.get("key") if _data()["tools"][tool].get("trainer") else None
+    for setting in tool_settings()["settings"].values():
+        shared = setting.get("key") if tool_settings()["tools"][tool].get("trainer") else None
         keys |= _keys_in(setting.get(tool, shared) or "")
     return keys
 
@@ -138,12 +138,12 @@ def _of(text: Text, usage: RunTools) -> Text:
 
 
 @lru_cache(maxsize=1)
-def _shows() -> dict[str, re.Pattern[str]]:
-    tools = _data()["tools"]
+def tool_patterns() -> dict[str, re.Pattern[str]]:
+    tools = tool_settings()["tools"]
     return {name: re.compile(tool["shows"], re.MULTILINE) for name, tool in tools.items() if "shows" in tool}
 
 
 @lru_cache(maxsize=1)
-def _data() -> dict[str, Any]:
+def tool_settings() -> dict[str, Any]:
     content: dict[str, Any] = read_data(Path(__file__).with_name("settings.yaml"))
     return content

@@ -30,7 +30,7 @@ _PORT = re.compile(
     r"port: (?P<named>\d+), .{0,80}EADDRINUSE|(?:[Pp]ort |:)(?P<port>\d{2,5})\b[^\n]{0,60}(?:already in use|in use by)"
     r"|EADDRINUSE|[Aa]ddress already in use"
 )
-_FLAG = (
+GPU_COUNT_FLAG = (
     r"(?<![\w-])(?:--?[\w.-]{{0,40}}(?:nproc|num[_-]?proc|gpus|tensor|tp|np|devices|tasks)[\w.-]{{0,40}}[ =]{{1,4}}"
     r"|NPROC_PER_NODE=){}\b"
 )
@@ -62,7 +62,7 @@ def _request(message: str) -> tuple[str, dict[str, object]]:
 
 def _details(kind: str, values: Mapping[str, object], root: Traceback, log: Log) -> Iterator[Text]:
     """The numbers, the flag that set them, and the first rank without a GPU."""
-    flag = re.search(_FLAG.format(values["asked"]), log.text) if kind == "gpus" else None
+    flag = re.search(GPU_COUNT_FLAG.format(values["asked"]), log.text) if kind == "gpus" else None
     if kind == "gpus":
         yield phrase_text("short-gpus-counted", **values)
     if flag:

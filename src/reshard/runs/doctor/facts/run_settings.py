@@ -91,7 +91,7 @@ def commands_in(logs: Sequence[Log], texts: Mapping[str, str]) -> Iterator[Fact]
             yield {"text": line.text.strip(), "flags": _flags(line.text), **at(file, line.number)}
 
 
-_NO_VALUE = re.compile(r".*\.py$|\+{0,2}[A-Za-z][\w.]*=")
+_NO_VALUE = re.compile(r"^.*\.py$|^\+{0,2}[A-Za-z][\w.]*=")
 """The script, or an override: no value of the flag before it."""
 _OPERATOR = re.compile(r"\d?[<>|&;]")
 """Where a shell's command ends."""

@@ -31,7 +31,7 @@ _ENDED = re.compile(
 """A program's own last words, wherever they are."""
 _AT_END = re.compile(
     r"""^\W*(?i:(?:all|everything\ is)?\ ?(?:done|finished|completed?|success|succeeded|ok|passed|bye))\b
-        (?!\s*[:=]?\s*\d+\s*/)
+        (?!\s*(?:[:=]\s*)?\d+\s*/)
       | \b(?i:sav(?:ed|ing)|wrote|written|export(?:ed|ing)|convert(?:ed|ing)|stored|uploaded)\b
         (?!.*(?i:checkpoint[-_ /]?\d|\bsteps?\b|iteration|global_step))
         .*(?:/|\bto\b|\bin\b|\.(?:safetensors|gguf|bin|pt)\b)
