@@ -36,7 +36,7 @@ def main(checkpoint: Path, model: Path, text: Path, out: Path, steps: int) -> No
     """Train for some steps, and print the losses."""
     opened = open_checkpoint(checkpoint)
     run = train_and_save(
-        opened.args,
+        opened.description.args,
         out,
         tokens_of(model, text),
         checkpoint=opened.path,
