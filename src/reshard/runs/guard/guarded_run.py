@@ -24,6 +24,7 @@ from reshard.runs.guard.options import GuardOptions
 from reshard.runs.guard.screen import NOT_CHECKED_MARK, GuardScreen
 from reshard.runs.guard.supervise.node_meeting import NodeMeeting, first_to_fail
 from reshard.runs.guard.supervise.output_relay import OutputRelay
+from reshard.runs.guard.supervise.shell_terminal import ShellTerminal
 from reshard.runs.guard.supervise.supervision import starter, supervise
 from reshard.runs.guard.watch.memory_watch import MemoryWatcher, oom_kills
 from reshard.runs.guard.watch.stack_signal import FOLDER_VARIABLE
@@ -62,7 +63,7 @@ def guarded(
         ) from error
     ran = _ran(command, checked, options, folder / LOG)
     starts = as_started(continuing(ran, options) or words, environment, here)
-    relay = OutputRelay.of(folder / LOG, stdout=stdout)
+    relay = OutputRelay.of(folder / LOG, stdout=stdout, terminal=ShellTerminal.of(starts, (stdout, 2)))
     screen = GuardScreen(relay, quiet=quiet)
     screen.print(f"output is kept in {folder / LOG}")
     environment[FOLDER_VARIABLE] = str(folder)

@@ -27,7 +27,9 @@ class GuardScreen:
         """The console, at the start of a line."""
         from reshard.base.word_wrap import WrappingConsole
 
-        console = WrappingConsole(stderr=True, soft_wrap=True, highlight=False)
+        terminal = self._relay.terminal if self._relay else None
+        file = terminal.stderr() if terminal and terminal.is_raw else None
+        console = WrappingConsole(file=file, stderr=True, soft_wrap=True, highlight=False)
         if self._relay and not self._relay.at_start:
             console.print()
         return console

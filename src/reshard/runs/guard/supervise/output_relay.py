@@ -23,6 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from reshard.runs.guard.supervise.line_sample import LineSample, PrintedLine
+from reshard.runs.guard.supervise.shell_terminal import ShellTerminal
 from reshard.runs.guard.watch.watcher import OutputLine
 
 MAX_LINE = 1 << 16
@@ -123,15 +124,22 @@ class OutputRelay:
     streams: list[OutputStream]
     _file: int
     _sample: LineSample = field(default_factory=LineSample)
+    terminal: ShellTerminal | None = None
+    """That of a command which is an interactive shell."""
 
     @staticmethod
-    def of(log: Path, *, stdout: int = 1) -> OutputRelay:
+    def of(log: Path, *, stdout: int = 1, terminal: ShellTerminal | None = None) -> OutputRelay:
         """A relay of the command's stdout to `stdout`, and of its stderr to that of this process."""
-        streams = [OutputStream.to(stdout, "stdout")]
-        if not os.path.samestat(os.fstat(stdout), os.fstat(2)):
-            streams.append(OutputStream.to(2, "stderr"))
+        if terminal:
+            os.set_blocking(terminal.source, False)
+            streams = [OutputStream("stdout", terminal.source, terminal.end, stdout)]
+            streams[0].resize()
+        else:
+            streams = [OutputStream.to(stdout, "stdout")]
+            if not os.path.samestat(os.fstat(stdout), os.fstat(2)):
+                streams.append(OutputStream.to(2, "stderr"))
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        return OutputRelay(log, streams, file)
+        return OutputRelay(log, streams, file, terminal=terminal)
 
     @property
     def at_start(self) -> bool:

@@ -47,11 +47,13 @@ def ignored_signals() -> set[int]:
 class PassedSignals:
     """A context in which signals do not end this process.
 
-    `descriptor` becomes readable when one has come, or when a child process has ended. Python handles signals in its
-    main thread only: in others, none is seen.
+    `descriptor` becomes readable when one has come, or when a child process has ended. `apart` is whether the command
+    has a session of its own, so that it receives no signal by itself. Python handles signals in its main thread only:
+    in others, none is seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, apart: bool = False) -> None:
+        self._apart = apart
         self.first = 0
         """The first signal that came to end the run, 0 if none has."""
         self._ignored = ignored_signals()
@@ -87,6 +89,8 @@ class PassedSignals:
             return False
         if number in ENDING_SIGNALS and number not in self._ignored:
             self.first = self.first or number
+        if self._apart:
+            return number not in self._ignored
         poll = select.poll()
         poll.register(self._group, select.POLLIN)
         while poll.poll(1000 * SENTINEL_SECONDS):

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError
 from reshard.runs.guard.supervise.child_processes import end_with_parent
 from reshard.runs.guard.supervise.output_relay import OutputRelay, OutputStream
-from reshard.runs.guard.supervise.signal_passing import PassedSignals, ignored_signals
+from reshard.runs.guard.supervise.signal_passing import PassedSignals
+from reshard.runs.guard.supervise.start_signals import ignored_at_start
 from reshard.runs.guard.watch.process_tree import Processes, ProcessTree
 from reshard.runs.guard.watch.watcher import Notice, Watcher
 
@@ -72,7 +73,7 @@ def supervise(
     say: Callable[[Notice], None],
 ) -> CommandOutcome:
     """Run a command to its end. `say` prints what watchers have to say."""
-    with PassedSignals() as signals:
+    with PassedSignals(apart=relay.terminal is not None) as signals, relay.terminal or nullcontext():
         began = time.monotonic()
         outcome = _Supervision(start(), relay, signals, watchers, say).follow()
     outcome.seconds = time.monotonic() - began
@@ -88,11 +89,13 @@ def starter(
     ReshardError if the command cannot be started.
     """
     out, err = relay.ends
-    parent, ignored = os.getpid(), ignored_signals()
+    parent, ignored, terminal = os.getpid(), ignored_at_start(), relay.terminal
 
     def prepare() -> None:
         """In the command's process, before its program."""
         end_with_parent(signal.SIGTERM, parent)
+        if terminal:
+            terminal.control()
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
 
@@ -102,10 +105,12 @@ def starter(
                 words,
                 env=environment,
                 cwd=folder,
+                stdin=terminal.end if terminal else None,
                 stdout=out,
                 stderr=err,
                 close_fds=False,  # a shell's <(…) is a descriptor
                 preexec_fn=prepare,
+                start_new_session=terminal is not None,
             )
         except OSError as error:
             raise ReshardError(
@@ -174,9 +179,14 @@ class _Supervision:
         poll.register(self.signals.descriptor, select.POLLIN)
         for stream in streams.values():
             poll.register(*stream.awaited)
+        keys = self.relay.terminal
+        if keys:
+            poll.register(*keys.awaited)
         for descriptor, _ in poll.poll(1000 * max(seconds, 0)):
             if descriptor in streams:
                 self._move(streams[descriptor])
+            elif keys and descriptor == keys.awaited[0]:
+                keys.move()
             else:
                 self._receive_signals()
 
@@ -196,6 +206,8 @@ class _Supervision:
     def _receive_signals(self) -> None:
         for number in self.signals.come():
             resized = number == signal.SIGWINCH and self.relay.resize()
+            if resized and self.relay.terminal:
+                continue  # the kernel sends it to those whose terminal that is
             if self.signals.to_pass(number):
                 self.process.send_signal(number)
             elif resized:  # the command may have asked for its size before that
@@ -218,7 +230,8 @@ class _Supervision:
             self.say(notice)
             if notice.stop and self.deadline is None:
                 self.deadline = time.monotonic() + TERM_SECONDS
-                self.process.send_signal(signal.SIGTERM)
+                # An interactive shell ignores SIGTERM.
+                self.process.send_signal(signal.SIGHUP if self.relay.terminal else signal.SIGTERM)
 
     def _end_left(self) -> None:
         """End what outlives a launcher that the guard has ended: those of DeepSpeed and LLaMA-Factory do not wait."""
@@ -241,6 +254,7 @@ class _Supervision:
                 deadline = time.monotonic() + LAST_OUTPUT_SECONDS
         if self.relay.streams and not os.fork():
             self.signals.restore()
+            self.relay.terminal = None
             while self.relay.streams:
                 self._wait(TICK_SECONDS)
             os._exit(0)
