@@ -56,9 +56,8 @@ class Problem:
     def __post_init__(self) -> None:
         """Leave out secrets in URLs, wherever the texts come from and whoever prints or records them."""
         for name in ("message", "tensor", "file", "rule", "expected", "found", "remedy"):
-            if (
-                type(text := getattr(self, name)) is str
-            ):  # texts in two languages are printed through `printable_line`
+            # Texts in two languages are printed through `printable_line`.
+            if type(text := getattr(self, name)) is str:
                 object.__setattr__(self, name, without_secrets(text))
 
     def __str__(self) -> str:
