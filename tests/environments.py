@@ -19,6 +19,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+USED: set[str] = set()
+"""The environments that tests of this process have asked for."""
 CACHE = Path(os.environ.get("RESHARD_TEST_CACHE", Path.home() / ".cache" / "reshard-tests"))
 TESTS = "tests"
 """The base of an environment that shares the packages of the tests."""
@@ -281,6 +283,7 @@ ENVIRONMENTS = {
 
 def python(name: str) -> str:
     """The interpreter of an environment, created if it does not exist. Raises pip's errors."""
+    USED.add(name)
     wanted = ENVIRONMENTS[name]
     below = python(wanted.on) if wanted.on not in ("", TESTS) else interpreter_of(wanted.python)
     folder = CACHE / name
@@ -345,6 +348,16 @@ def _add_scripts(interpreter: Path, below: Path) -> None:
         if first.startswith(f"#!{below.parent.resolve()}/".encode()) and not own.exists():
             own.write_bytes(f"#!{interpreter}\n".encode() + rest)
             own.chmod(0o755)
+
+
+def releases(name: str) -> dict[str, str]:
+    """The pinned packages that an environment has, with those of the environments below it."""
+    if name in ("", TESTS):
+        return {}
+    environment = ENVIRONMENTS[name]
+    own = map(Requirement, (*environment.packages, *environment.alone))
+    pins = {each.name: pin.version for each in own for pin in each.specifier if pin.operator == "=="}
+    return {**releases(environment.on), **pins}
 
 
 def python_with(needs: Iterable[Requirement]) -> str:

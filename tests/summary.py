@@ -1,4 +1,4 @@
-"""What a run of the tests did, at its end: how many ran in each folder, how many were skipped, and why."""
+"""What a run of the tests did: how many ran in each folder, how many were skipped and why, and who judged."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Generator, Iterable
 from typing import Any
 
 import pytest
+from packaging.version import Version
+
+from tests import environments, lag
 
 RAN = ("passed", "failed", "error", "xfailed", "xpassed")
 
@@ -34,6 +37,25 @@ def lines(stats: dict[str, list[Any]]) -> Iterable[str]:
         yield f"left out {left_out}: not asked for (`make part` runs thorough tests, `make test-all` slow ones too)"
 
 
+def judges(names: Iterable[str]) -> Iterable[str]:
+    """Each tool, with its releases in the environments that the tests have asked for, and in their own."""
+    for tool in lag.TOOLS:
+        if found := sorted(lag.judges(tool, names), key=Version):
+            yield f"  {tool} {', '.join(found)}"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let a process of pytest-xdist tell which environments it used."""
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["environments"] = sorted(environments.USED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Collect what the processes of pytest-xdist used. One that crashed tells nothing."""
+    environments.USED.update(getattr(node, "workeroutput", {}).get("environments", ()))
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any) -> Generator[None]:
     """Print it after everything else, so that a run ends with it."""
@@ -41,3 +63,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> Generator[None]:
     terminalreporter.section("what ran, what was skipped and why")
     for line in lines(terminalreporter.stats):
         terminalreporter.write_line(line)
+    if environments.USED:
+        terminalreporter.write_line("judged by:")
+        for line in judges(environments.USED):
+            terminalreporter.write_line(line)

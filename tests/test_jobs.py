@@ -60,6 +60,17 @@ def test_a_run_ends_with_what_it_skipped_and_why(tmp_path: Path) -> None:
     assert "1 passed, 2 skipped" in counts
 
 
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_run_ends_with_who_judged(processes: int, tmp_path: Path) -> None:
+    lines = ("from tests.environments import USED", "def test_it(): USED.add('nemo-2')")
+    (tmp_path / "test_judged.py").write_text("\n".join(lines))
+    words = ("-p", "tests.summary", "-p", "no:cacheprovider", "-n", str(processes), str(tmp_path))
+    command = [sys.executable, "-m", "pytest", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=TESTS.parent)
+    _, _, judges = done.stdout.partition("judged by:")
+    assert "nemo_toolkit 2.3.0\n" in judges
+
+
 @pytest.mark.parametrize("pattern, told", [("b*", "1 passed, 2 deselected"), ("x", "no case matches 'x'")])
 def test_cases_that_are_not_of_the_core_are_thorough(pattern: str, told: str, tmp_path: Path) -> None:
     lines = (

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import lag
+from tests.environments import ENVIRONMENTS, releases
 from tests.faults.roads import ROADS
 from tests.fuzz.targets import TARGETS
 
@@ -54,3 +56,12 @@ def test_what_is_struck_and_fuzzed() -> None:
     assert outcomes == told.findall(security)
     assert sum(int(each.replace(",", "")) for each in outcomes) == 60 * len(ROADS)
     assert f"{len(TARGETS)} targets" in PAGE and f"{len(TARGETS)} targets" in security
+
+
+def test_the_releases_that_judge() -> None:
+    _, _, table = lag.PAGE.read_text(encoding="utf-8").partition(lag.BEGIN)
+    rows = dict(re.findall(r"^\| ([\w.-]+) \| ([\d., ]+) \|", table.partition(lag.END)[0], re.MULTILINE))
+    assert list(rows) == list(lag.TOOLS)
+    for tool, named in rows.items():
+        pinned = {releases(name).get(tool) for name in ENVIRONMENTS} - {None}
+        assert pinned <= set(named.split(", ")), f"python -m tests.lag --docs: {tool}"
