@@ -29,7 +29,6 @@ DOCS = Path(__file__).parents[1] / "docs"
 SOURCE = Path(reshard.__file__).parent
 FUNCTIONS = (
     *(
-        "average",
         "convert",
         "doctor",
         "from_pretrained",
@@ -154,7 +153,6 @@ reveal_type(reshard.verify("a", "b"))
 reveal_type(reshard.verify("a"))
 reveal_type(reshard.verify(a="a", b="b", proof=True))
 reveal_type(reshard.inspect("a", 100, html="page.html"))
-reveal_type(reshard.average(src=["a", "b"], dst="c", weights=[1, 2]))
 reveal_type(reshard.ReshardError)
 reveal_type(reshard.open("a")["x"].torch(device="cpu"))
 with reshard.open("a") as weights:
@@ -340,7 +338,6 @@ def test_what_is_no_name_is_refused_as_such(tmp_path: Path, wrong: dict[str, Any
 
 CALLS: dict[str, Callable[[], object]] = {
     "convert": lambda: reshard.convert("a", "b", tpp=2),  # type: ignore[call-arg]
-    "average": lambda: reshard.average(["a", "b"], "c", tpp=2),  # type: ignore[call-arg]
     "train": lambda: reshard.train("a", tpp=2),  # type: ignore[call-arg]
     "inspect": lambda: reshard.inspect("a", stp=2),  # type: ignore[call-arg]
     "verify": lambda: reshard.verify("a", "b", bas="c"),  # type: ignore[call-overload]
@@ -364,7 +361,6 @@ def test_errors_are_not_chained_copies(tmp_path: Path) -> None:
     for call in (
         lambda: reshard.convert(tmp_path / "a", tmp_path / "b"),
         lambda: reshard.verify(tmp_path / "a", tmp_path / "b"),
-        lambda: reshard.average([tmp_path / "a", tmp_path / "c"], tmp_path / "b"),
     ):
         with pytest.raises(reshard.ReshardError) as error:
             call()

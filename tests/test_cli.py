@@ -37,7 +37,6 @@ CONTRACT = {
     "inspect": "--json",
     "convert": "--to --base --tp --pp --vpp --ep --etp --dp --iteration --family --trust --dtype --max-shard-size "
     "--vocab-divisible-by --memory --workers --dry-run --overwrite --no-tokenizer --json --quiet --debug",
-    "average": "--weights --to --base --tp --pp --dtype --json",
     "verify": "--base --logits --proof --json",
     "guard": "--check --startup --stall --final --json",
     "train": "--model --data --output --lora --parallel --nproc --reward --write-only --resume --json",
@@ -52,9 +51,6 @@ BESIDES = {
     "convert": "--stages --transformer-impl --strict --strip --state-dict --no-checksum --with-optimizer "
     "--merge --adapter --lora-alpha --for --engine --quantize --no-resume --verify --push-to-hub --private"
     " --on --no-sync",
-    "average": "--vpp --ep --etp --dp --stages --family --engine --trust --quantize --max-shard-size "
-    "--vocab-divisible-by --transformer-impl --memory --workers --on --dry-run --overwrite --no-tokenizer --strip "
-    "--verify --no-resume --no-sync --strict --no-checksum --push-to-hub --private --quiet --debug",
     "verify": "--html --memory --quiet --debug",
     "guard": "--on-stall --nan-steps --output --log --merge --base --overwrite --requeue --quiet --debug",
     "train": "--eval-data --engine --merge --nnodes --tp --pp --ep --gpus --overwrite --debug",
@@ -165,18 +161,6 @@ def test_functions_have_the_arguments_of_their_commands(
         if value.default is not inspect.Parameter.empty:
             default = parse_size(value.default) if argument == "memory" else value.default
             assert given[argument] == default, argument
-
-
-def test_average_takes_what_convert_takes() -> None:
-    averaged, converted = ({*inspect.signature(each).parameters} for each in (api.average, api.convert))
-    assert averaged - converted == {"weights"}
-    assert converted - averaged == {
-        *("iteration", "merge", "adapter", "lora_alpha", "adapter_for", "with_optimizer", "state_dict")
-    }
-    options = {each.name for each in command("average").params} - {"quiet", "json_output", "debug"}
-    assert options - {"ckpts"} == averaged - {
-        *("src", "command", "on_step", "on_plan", "on_bytes", "on_resume", "on_upload")
-    }
 
 
 def test_open_takes_what_inspect_takes() -> None:

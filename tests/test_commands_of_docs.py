@@ -75,7 +75,6 @@ def typed() -> Iterator[Command]:
         "",
         "inspect",
         "convert",
-        "average",
         "verify",
         "doctor",
         "guard",
@@ -181,7 +180,6 @@ BY_ROW: dict[str, Make] = {
     "for Megatron-Core": hub,
     "mlx-lm": hub,
     "two checkpoints": converted,
-    "to average": converted,
     "bucket": converted,
     "on the Hub": hub,
     "that failed": converted,
@@ -248,10 +246,6 @@ class Place:
                 self._put_for_doctor(path)
             return words
         base = words[words.index("--base") + 1] if "--base" in words else "BASE"
-        if words[0] == "average":
-            for path in paths[:-1]:
-                self.put(converted, path, base)
-            return words
         self.put(make or BY_NAME[Path(paths[0]).name], paths[0], base)
         if words[0] == "verify" and len(paths) == 2:
             api.convert(paths[0], paths[1], to="huggingface", base=base if Path(base).exists() else None)

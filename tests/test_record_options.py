@@ -239,7 +239,7 @@ def test_the_first_options_of_a_function_may_need_no_names() -> None:
     assert "Merge both PATHs, unless --check fails." in (inspect.getdoc(call) or "")
 
 
-@pytest.mark.parametrize(("name", "headings"), [("average", 4), ("verify", 1)])
+@pytest.mark.parametrize(("name", "headings"), [("convert", 5), ("verify", 1)])
 def test_only_many_options_have_several_headings(name: str, headings: int) -> None:
     found = cli.get_command(click.Context(cli), name)
     assert found and len(sections(found.params, click.Context(found))) == headings

@@ -88,7 +88,7 @@ def test_everything_wrong_is_reported_at_once() -> None:
     [
         ("convert a b --tp 2 --tp=4", "--tp 2, --tp 4"),
         ("convert a b --to hf --frobnicate --to megatron", "--to hf, --to megatron"),
-        ("average a b c --dtype float32 --dtype float16", "--dtype float32, --dtype float16"),
+        ("convert a b --dtype float32 --dtype float16", "--dtype float32, --dtype float16"),
         ("doctor a --lang en --lang zh", "--lang en, --lang zh"),
         ("train sft --merge --no-merge", "--merge, --no-merge"),
         ("train sft --nproc 2 --nproc 3", "--nproc 2, --nproc 3"),

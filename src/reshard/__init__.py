@@ -23,7 +23,6 @@ from reshard.version import __version__
 if TYPE_CHECKING:
     from reshard import guard as guard
     from reshard.algebra.layout import Layout, SavedLayout
-    from reshard.api.averaging import average
     from reshard.api.conversion import convert
     from reshard.api.inspection import inspect
     from reshard.api.streams import stream
@@ -63,7 +62,6 @@ __all__ = [
     "TrainingRun",
     "Weights",
     "__version__",
-    "average",
     "convert",
     "doctor",
     "from_pretrained",
@@ -78,7 +76,6 @@ __all__ = [
 
 _HOMES = {
     "reshard.algebra.layout": ("Layout", "SavedLayout"),
-    "reshard.api.averaging": ("average",),
     "reshard.api.conversion": ("convert",),
     "reshard.runs.doctor.python_api": ("doctor",),
     "reshard.api.inspection": ("inspect",),

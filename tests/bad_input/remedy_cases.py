@@ -107,20 +107,6 @@ def _rows_without_groups(there: Path) -> None:
     make_model("llama", there / "src", hidden_size=40, intermediate_size=24, head_dim=10)
 
 
-def _other_ids(there: Path) -> None:
-    """Two tokens of one of two tokenizers exchange their ids."""
-    path = there / "base" / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    vocab = tokenizer["model"]["vocab"]
-    first, second, *_ = (token for token, number in vocab.items() if number > 20)
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    path.write_text(json.dumps(tokenizer))
-
-
-def _averaged(there: Path) -> None:
-    assert reshard("average", "src", "base", "dst").code == 0
-
-
 def _as_gguf(there: Path) -> None:
     assert reshard("convert", "src", "dst.gguf").code == 0
 
@@ -256,31 +242,7 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "destination-not-empty": [Case({**TWO, "dst": "qwen3"}, "convert ckpt dst")],
-    # ------------------------------------------------------------------------------------------- averages
-    "average-tokenizers-differ": [Case(BOTH, "average src base dst", {}, _other_ids)],
-    "proof-not-averaged": [Case({**BOTH, "other": "qwen3"}, "verify other dst --proof", {}, _averaged)],
     "record-of-single-file": [Case(SRC, "verify dst.gguf", {"SRC": "src", "FILE": "dst.gguf"}, _as_gguf)],
-    "average-of-one": [Case(BOTH, "average src dst", {"A": "src", "B": "base", "OUT": "dst"})],
-    "average-weights-wrong": [Case(BOTH, "average src base dst --weights 1,2,3")],
-    "average-dtype-differs": [
-        Case(BOTH, "average src base dst", change=lambda there: _cast(there / "src", "weight"))
-    ],
-    "average-of-quantized": [Case({"src": "fp8", "base": "qwen3"}, "average src base dst")],
-    "average-configs-differ": [
-        Case(
-            BOTH,
-            "average src base dst",
-            {"DIR": "base"},
-            lambda there: edit_config(there / "src", hidden_act="gelu"),
-        )
-    ],
-    "average-of-adapters": [
-        Case(
-            {"src": "adapter", "base": "llama"},
-            "average src base dst",
-            {"ADAPTER": "src", "MODEL": "model", "DIR": "base"},
-        )
-    ],
     "merge-without-adapter": [Case(TWO, "convert ckpt dst --merge --base base", {"DIR": "base"})],
     "adapter-not-in-source": [Case(SRC, "convert src dst --to peft", {"--to": "megatron"})],
     "private-without-push": [

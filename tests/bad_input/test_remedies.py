@@ -191,7 +191,6 @@ def problems_in(words: Sequence[str]) -> list[Problem]:
     "fsdp-order-unknown",
     "optimizer-order-unproven",
     "gguf-tokenizer-unknown",
-    "average-of-quantized",
 )
 @pytest.mark.parametrize("code", CASES)
 def test_a_remedy_leads_somewhere(

@@ -72,15 +72,11 @@ def mlx_adapter(out: Path) -> None:
 
 
 class Road(NamedTuple):
-    """A function that makes the source (and, at `base`, its base), and the flags of the command.
-
-    `other` makes a checkpoint that is averaged with the source.
-    """
+    """A function that makes the source (and, at `base`, its base), and the flags of the command."""
 
     make: Make
     flags: tuple[str, ...]
     base: Make | None = None
-    other: Make | None = None
     overwrite: bool = False
     interrupted: bool = False
 
@@ -135,9 +131,6 @@ ROADS: dict[str, Road] = {
     ),
     "quantized": Road(copied(MISTRAL), ("--to", "huggingface", "--quantize", "fp8")),
     "continued": Road(copied(MISTRAL), ("--to", "megatron", "--tp", "2"), interrupted=True),
-    "average of dcp and safetensors": Road(
-        copied(MISTRAL), ("--to", "megatron", "--tp", "2"), other=converted(MISTRAL, to="dcp")
-    ),
     "replaced": Road(copied(MISTRAL), ("--to", "megatron", "--overwrite"), overwrite=True),
 }
 
@@ -168,9 +161,6 @@ def scene(road: Road, root: Path, workers: int = 1) -> Scene:
     """The conversion in an empty folder."""
     road.make(root / "src")
     words: list[object] = ["convert", root / "src", root / "dst", "--no-tokenizer", "--workers", workers]
-    if road.other:
-        road.other(root / "other")
-        words[:1] = ["average", root / "other"]
     if road.base:
         road.base(root / "base")
         words += ["--base", root / "base"]

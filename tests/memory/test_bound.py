@@ -135,14 +135,6 @@ def test_a_road_keeps_within_the_bound(folder: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_average_keeps_within_the_bound(folder: Path) -> None:
-    """Its sources have different layouts, and the ranks of the output read short runs of both."""
-    words = ("average", ready(folder, "llama"), ready(folder, "megatron"), folder / "average")
-    flags = ("--to", "megatron", "--tp", "2", "--dtype", "float32", "--no-tokenizer", "--workers", THREADS)
-    assert_within(bounded(BOUND, *words, *flags))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ROADS)
 def test_every_road_keeps_within_the_bound(folder: Path, name: str) -> None:
     ready(folder, name)

@@ -40,7 +40,6 @@ NUMPY = 96 << 20
 COMMANDS = {
     "inspect": "Show what a checkpoint is, whether it is complete, and what to type next.",
     "convert": "Convert a checkpoint to another format or parallel layout.",
-    "average": "Average checkpoints of one model, in any format or parallel layout.",
     "verify": "Compare the weights of two checkpoints bit for bit.",
     "guard": "Run a training command, and watch over it.",
     "train": "Write a training recipe, and run it under guard.",

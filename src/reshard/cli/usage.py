@@ -59,8 +59,6 @@ COMMANDS = {
     "check": "verify",
     "diagnose": "doctor",
     "merge": "convert",
-    "mean": "average",
-    "soup": "average",
     "shard": "convert",
     "formats": "support",
     "finetune": "train",

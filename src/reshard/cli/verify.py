@@ -93,10 +93,7 @@ def _print_proof(proof: Proof, a: Path, b: Path | None) -> None:
         rows.append(
             (source.copies, "stored again: compared with a copy that is used, before anything was written")
         )
-    others = f" and {source.averaged - 1} more, averaged" if source.averaged else ""
-    _print_counts(
-        f"A  {escape(str(a))}{others}: {source.elements:,} elements in {source.tensors:,} tensors", rows
-    )
+    _print_counts(f"A  {escape(str(a))}: {source.elements:,} elements in {source.tensors:,} tensors", rows)
     for rule, nbytes in sorted(source.dropped.items()):
         if rule not in source.unused:
             console.print(f"   no tensors of the model, dropped: {escape(rule)}, {nbytes:,} bytes")

@@ -77,8 +77,7 @@ def absolute(source: Path, options: ConversionOptions) -> tuple[Path, Conversion
 
 def _at(options: ConversionOptions, place: Callable[[Path], Path]) -> ConversionOptions:
     """The options with other paths of what is read."""
-    average = options.average and options.average.at(place)
-    return replace(options, base=options.base_path and place(options.base_path), average=average)
+    return replace(options, base=options.base_path and place(options.base_path))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -40,7 +40,6 @@ from reshard.planning.adapter_tensors import BASE_WEIGHTS, OTHER_ADAPTERS, SHARE
 from reshard.planning.merged_source import REPLACED as REPLACED_BY_ADAPTER
 from reshard.planning.optimizer_tensors import REPLACED
 from reshard.records.reshard_json import options_of, read_unmodified, without_record
-from reshard.stores import realpath
 from reshard.transfer.plan import Plan
 from reshard.transfer.plan_usage import (
     COMPUTING,
@@ -70,8 +69,7 @@ class Source:
 
     `elements` includes tensors that are stored more than once (`copies`). `shared` elements are used for several
     tensors of the output, and `elsewhere` counts bytes used from other files. `dropped` counts bytes by rule; `unused`
-    counts the elements of tensors among them. `averaged` is the number of checkpoints of an average, which are counted
-    together.
+    counts the elements of tensors among them.
     """
 
     tensors: int = 0
@@ -82,7 +80,6 @@ class Source:
     unused: dict[str, int] = field(default_factory=dict)
     elsewhere: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    averaged: int = 0
 
 
 @dataclass
@@ -142,10 +139,6 @@ def prove_output(
     record = read_unmodified(output)
     options = options_of(record, output)
     options = replace(options, base=base) if base else options
-    if options.average:
-        if realpath(source) not in map(realpath, options.average.paths):
-            raise ReshardError([_not_averaged(source, output, options.average.paths)])
-        source = options.average.paths[-1]
     try:
         plan = without_record(plan_conversion(source, options, on_step))
     except ReshardError as error:
@@ -161,7 +154,6 @@ def prove_output(
     proof.recorded = (
         record.get("plan") == identity_of(plan, options, checksum=bool(record.get("checksums"))).digest
     )
-    proof.source.averaged = len(options.average.paths) if options.average else 0
     proof.faults += _other_facts(plan, record, is_same=proof.recorded)
     return proof
 
@@ -184,17 +176,6 @@ def _swapped_problem(source: Path, output: Path) -> Problem:
         expected=f"{RECORD}, as `reshard convert` writes it",
         found=f"none here, but one in {source}",
         remedy=f"swap them: {shlex.join(['reshard', 'verify', str(output), str(source), '--proof'])}",
-    )
-
-
-def _not_averaged(source: Path, output: Path, averaged: Sequence[Path]) -> Problem:
-    return Problem(
-        "proof-not-averaged",
-        "this is none of the checkpoints that were averaged",
-        file=str(source),
-        rule=f"{output / RECORD} names the checkpoints of the average",
-        expected=" or ".join(map(str, averaged)),
-        remedy=f"pass one of them: {shlex.join(['reshard', 'verify', str(averaged[-1]), str(output), '--proof'])}",
     )
 
 

@@ -47,22 +47,6 @@ class TokenizerFiles:
         with reading_values(self.files.get(TOKENIZER_CONFIG, Path("added_tokens.json"))):
             return max(self.vocab_size or 0, max(self._added_ids(), default=-1) + 1)
 
-    @property
-    def tokens_by_id(self) -> dict[int, str]:
-        """The tokens of `tokenizer.json`, or else of `vocab.json`, by id; empty if there is neither."""
-        path = self.files.get("tokenizer.json", self.files.get("vocab.json"))
-        if path is None:
-            return {}
-        with reading_values(path):
-            content = read_object(path, self.sources)
-            if path.name != "tokenizer.json":
-                return {number: token for token, number in content.items()}
-            vocab = content.get("model", {}).get("vocab") or {}
-            if isinstance(vocab, list):  # Unigram: pairs of token and score, in the order of ids
-                vocab = {token: number for number, (token, _) in enumerate(vocab)}
-            added = {token["id"]: token["content"] for token in content.get("added_tokens", ())}
-            return {number: token for token, number in vocab.items()} | added
-
     def _added_ids(self) -> list[int]:
         """The ids of added tokens, which slow tokenizers keep in separate files."""
         ids: list[Any] = []

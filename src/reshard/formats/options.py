@@ -6,11 +6,11 @@ How a conversion runs is in `commands/options.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from reshard.algebra.layout import Layout
 from reshard.base.options import ADAPTERS, ADVANCED, BYTES, LAYOUT, About, options_of
@@ -27,26 +27,6 @@ LAYER_SPECS = ("transformer_engine", "local")
 """Implementations of Megatron-Core's layers, which name tensors differently. The first is its default."""
 
 
-class AverageOf(NamedTuple):
-    """Several checkpoints of one model as a source, each with its weight; the weights add up to one."""
-
-    paths: tuple[Path, ...]
-    weights: tuple[float, ...]
-
-    def at(self, place: Callable[[Path], Path]) -> AverageOf:
-        """The same checkpoints by other paths."""
-        return AverageOf(tuple(map(place, self.paths)), self.weights)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Paths and weights, for a record."""
-        return {"paths": list(map(str, self.paths)), "weights": list(self.weights)}
-
-    @staticmethod
-    def of_dict(record: Mapping[str, Any]) -> AverageOf:
-        """The paths and weights in a record."""
-        return AverageOf(tuple(map(Path, record["paths"])), tuple(record["weights"]))
-
-
 @dataclass(frozen=True, kw_only=True)
 class BaseOption:
     """The model that a checkpoint belongs to."""
@@ -60,8 +40,8 @@ class BaseOption:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading(DtypeOption, BaseOption):
-    """How any checkpoint is read. Each field is a flag of the same name, and an argument."""
+class Opening(MergeOption, DtypeOption, BaseOption):
+    """How a checkpoint is opened. Each field is a flag of the same name, and an argument."""
 
     family: Annotated[
         str | None,
@@ -81,11 +61,6 @@ class Reading(DtypeOption, BaseOption):
             expected='several strings, for example ("_orig_mod.",)',
         ),
     ] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Opening(MergeOption, Reading):
-    """How one checkpoint is opened, whose step of a run is chosen apart."""
 
     adapter: Annotated[
         str | None, About("Adapter to read, if SRC contains several.", "NAME", group=ADAPTERS)
@@ -182,23 +157,6 @@ class Output:
     no_tokenizer: Annotated[bool, About("Continue without a tokenizer.", group=ADVANCED, only_reads=True)] = (
         False
     )
-
-    @cached_property
-    def layout(self) -> Layout:
-        """The parallel sizes of the output."""
-        etp = self.tp if self.etp is None else self.etp
-        return Layout(self.tp, self.pp, self.vpp, self.ep, etp, self.stages, dp=self.dp or 1)
-
-    @property
-    def shard_size(self) -> int:
-        """The most bytes of a file of weights, in formats that divide them."""
-        return parse_size(self.max_shard_size or SHARD_SIZE, "--max-shard-size")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneOutput(Output):
-    """What is written of one checkpoint, but not of an average of several."""
-
     adapter_for: Annotated[
         str | None,
         About(
@@ -220,15 +178,22 @@ class OneOutput(Output):
         bool, About("Convert optimizer states too, if both formats can store them.", group=ADVANCED)
     ] = False
 
+    @cached_property
+    def layout(self) -> Layout:
+        """The parallel sizes of the output."""
+        etp = self.tp if self.etp is None else self.etp
+        return Layout(self.tp, self.pp, self.vpp, self.ep, etp, self.stages, dp=self.dp or 1)
+
+    @property
+    def shard_size(self) -> int:
+        """The most bytes of a file of weights, in formats that divide them."""
+        return parse_size(self.max_shard_size or SHARD_SIZE, "--max-shard-size")
+
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionOptions(Opening, StepOption, OneOutput):
-    """The flags of `reshard convert` that decide what is in the output, and files to copy into it, by their names.
+class ConversionOptions(Opening, StepOption, Output):
+    """The flags of `reshard convert` that decide what is in the output, and files to copy into it, by their names."""
 
-    With `average`, the source is the last of its checkpoints.
-    """
-
-    average: AverageOf | None = None
     beside: Mapping[str, Path] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -238,7 +203,6 @@ class ConversionOptions(Opening, StepOption, OneOutput):
             "layout": asdict(self.layout),
             "max_shard_size": self.max_shard_size and self.shard_size,
             "tokenizer": not self.no_tokenizer,
-            "average": self.average and self.average.as_dict(),
         }
         names = [
             *OPTIONS_0_2_0,
@@ -259,13 +223,14 @@ class ConversionOptions(Opening, StepOption, OneOutput):
         Records of version 0.2.0 contain only options that differed from its defaults.
         """
         options: dict[str, Any] = {**OPTIONS_0_2_0, **record}
+        if options.get("average", record) is None:  # of versions that could average checkpoints
+            del options["average"]
         layout: dict[str, Any] = {**OPTIONS_0_2_0["layout"], **options.pop("layout")}
         del layout["cp"]
         options |= {**layout, "stages": tuple(layout["stages"])}
         options["base"] = None if options["base"] is None else Path(options["base"])
         options["strip"] = tuple(options["strip"])
         options["no_tokenizer"] = not options.pop("tokenizer")
-        options["average"] = options["average"] and AverageOf.of_dict(options["average"])
         return ConversionOptions(**{name: value for name, value in options.items() if name != "beside"})
 
 
@@ -289,7 +254,6 @@ OPTIONS_0_2_0: Mapping[str, Any] = {
     "lora_alpha": None,
     "adapter_for": None,
     "with_optimizer": False,
-    "average": None,
 }
 """What options meant in version 0.2.0 that a record does not contain. These values never change: they describe
 outputs that exist. Records always contain newer options; if a record of this version has none, it means the default."""

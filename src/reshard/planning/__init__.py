@@ -1,6 +1,6 @@
 """Plan a conversion, in stages that each return one value:
 
-ConversionSource   what is converted, averaged or merged, and to which format
+ConversionSource   what is converted or merged, and to which format
 PreparedSource     the same with its model and its target, in dtypes that the target can store
 Contents           a request with all tensors under the target's names
 Plan               the files, audited
@@ -43,12 +43,11 @@ def plan_conversion(
     `on_step` receives a description of each step. Reads headers and metadata only, and the lora_A of projections that
     may share one, within the limit of `meter`.
     """
-    others = options.average.paths[:-1] if options.average else ()
-    sources = Sources(path, *others, *([options.base_path] if options.base_path else []), meter=meter)
+    sources = Sources(path, *([options.base_path] if options.base_path else []), meter=meter)
     with sources.counted(on_step):
         checkpoint = open_checkpoint(path, options.iteration, options.strip, sources)
     on_step("planning")
-    source = conversion_source(path, checkpoint, options, planned_tensors)
+    source = conversion_source(path, checkpoint, options)
     with raising_also(output_companions.lacking(source.checkpoint, source.kind, source.options)):
         return output_plan(prepared_source(source))
 
@@ -61,7 +60,7 @@ def planned_tensors(checkpoint: Checkpoint, options: ConversionOptions) -> HubTe
     """
     is_model = options.merge or checkpoint_kind(checkpoint) is CheckpointKind.MODEL
     wanted = replace(options, to=huggingface.NAME if is_model else peft.NAME, no_tokenizer=True)
-    prepared = prepared_source(conversion_source(checkpoint.path, checkpoint, wanted, planned_tensors))
+    prepared = prepared_source(conversion_source(checkpoint.path, checkpoint, wanted))
     contents = contents_of(prepared)
     return HubTensors(
         prepared.resolved, contents.request, contents.replicas, contents.memory, contents.dropped

@@ -13,13 +13,12 @@ from reshard.formats import huggingface, peft, writable, written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind, Format
 from reshard.formats.options import ConversionOptions
-from reshard.planning import averaged_source, merged_source
-from reshard.planning.averaged_source import HubTensorsOf
+from reshard.planning import merged_source
 
 
 @dataclass(frozen=True)
 class ConversionSource:
-    """A checkpoint, averaged or with its adapter merged, and what becomes of it.
+    """A checkpoint, or one with its adapter merged, and what becomes of it.
 
     `options` are those that are left: a base whose weights were merged is not among them, a hinted base is.
     """
@@ -30,16 +29,12 @@ class ConversionSource:
     options: ConversionOptions
 
 
-def conversion_source(
-    path: Path, checkpoint: Checkpoint, options: ConversionOptions, hub_tensors_of: HubTensorsOf
-) -> ConversionSource:
-    """The source of a conversion. `hub_tensors_of` plans the other checkpoints of an average.
+def conversion_source(path: Path, checkpoint: Checkpoint, options: ConversionOptions) -> ConversionSource:
+    """The source of a conversion.
 
     Raises ReshardError for a checkpoint with problems, for an adapter that does not fit its base, and if there is
     nothing to do.
     """
-    if options.average:
-        checkpoint = averaged_source.averaged_source(checkpoint, options, hub_tensors_of)
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
     kind = CheckpointKind.MODEL if options.state_dict else checkpoint_kind(checkpoint)
