@@ -22,8 +22,7 @@ from bench.race import Contender
 from bench.scale import COSTS, MODELS, Costs, Planning, Simulation, planned
 from bench.sync import DIRECT
 from reshard.algebra.layout import Layout
-from reshard.cluster import executors
-from reshard.cluster.executors import GIB
+from reshard.cluster import distribute, slurm_executor
 from reshard.formats.options import ConversionOptions
 from reshard.planning import plan_conversion
 from reshard.transfer import sink
@@ -170,12 +169,10 @@ def _plan(model: Path, flags: list[str]) -> Any:
 class _Here:
     """Runs each part in this process, as if another had sent it, and measures the time."""
 
-    package, form = "numpy", ""
-    slots, threads, queue = 1, 2, 1
-    most = GIB
+    slots, queue = 1, 1
     spent, count = 0.0, 0
 
-    def __init__(self, nothing: str) -> None:
+    def __init__(self, settings: str) -> None:
         _Here.spent, _Here.count = 0.0, 0
 
     def submit(
@@ -201,16 +198,17 @@ class _Here:
 
 def _parts(folder: Path, rounds: int) -> tuple[float, float]:
     """Seconds per part: of the worker, and of the coordinator."""
-    executors.EXECUTORS["here"], sink.CACHED_DIVISOR = _Here, 1 << 62
+    slurm_executor.Slurm, sink.CACHED_DIVISOR = _Here, 1 << 62  # type: ignore[assignment,misc]
+    distribute.PARTS_PER_WORKER = 1 << 30  # so that each part has the least bytes
     model, out = make(folder / "model", {**DENSE, "num_hidden_layers": LAYERS[1]}), folder / "out"
     there: dict[int, list[float]] = {most: [] for most in PARTS}
     here: dict[int, list[float]] = {most: [] for most in PARTS}
     counts = {}
     for _ in range(rounds):
         for most in PARTS:
-            _Here.most = most
+            distribute.MIN_PART_BYTES = most
             begin = time.process_time()
-            reshard.convert(model, out, to="megatron", tp=8, no_tokenizer=True, on="here")
+            reshard.convert(model, out, to="megatron", tp=8, no_tokenizer=True, workers=2, on="slurm")
             there[most].append(_Here.spent)
             here[most].append(time.process_time() - begin - _Here.spent)
             counts[most] = _Here.count

@@ -18,7 +18,6 @@ from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Cells, Computed
 from reshard.algebra.views import Piece
 from reshard.cluster.distribute import parts_for
-from reshard.cluster.executors import GIB
 from reshard.cluster.plan_parts import PlanPart
 from reshard.formats.options import ConversionOptions
 from reshard.planning import plan_conversion
@@ -35,7 +34,7 @@ STORAGE = (2, 10, 100)
 """GB/s of the storage that all nodes share: reads and writes both count."""
 
 CORES = 16
-"""Cores per node; each runs one worker process, like MPI ranks or Dask workers."""
+"""Cores per node; each runs one job at a time."""
 
 NETWORK = 25
 """GB/s between a node and the storage."""
@@ -102,13 +101,6 @@ class Cell(NamedTuple):
         return f"{time}, {self.bound}"
 
 
-class Cluster(NamedTuple):
-    """A number of worker processes; the attributes of an executor that `parts_for` reads."""
-
-    slots: int
-    most: int = GIB
-
-
 def work_of(block: Block, costs: Costs) -> Work:
     """The work of computing and writing a block."""
     read, seconds = 0.0, costs.block
@@ -148,16 +140,13 @@ class Simulation:
 
     def parts(self, nodes: int) -> list[Work]:
         """The work of each part, in the order of distribution."""
-        state = RunState(self._plan, Path(), shared(2, GIB), None, Journal(), lambda count: None)
+        state = RunState(self._plan, Path(), shared(2, 1 << 30), None, Journal(), lambda count: None)
         left = sum(file.size for file in self._files)
-        cluster: Any = Cluster(nodes * CORES)
-        return [
-            self._work(part)
-            for part in parts_for(cluster, (continued(state, file) for file in self._files), left)
-        ]
+        jobs = (continued(state, file) for file in self._files)
+        return [self._work(part) for part in parts_for(nodes * CORES, jobs, left)]
 
     def _work(self, part: PlanPart) -> Work:
-        fixed = self._costs.begun + self._costs.file * len(part.batches)
+        fixed = self._planning.plan + self._costs.begun + self._costs.file * len(part.batches)
         wanted = (self._batches[path][number] for path, numbers in part.batches.items() for number in numbers)
         return Work(seconds=fixed).plus(_total(wanted))
 
@@ -175,8 +164,7 @@ class Simulation:
         reading = min(speed, NETWORK)  # by the coordinator
         twice = sum(each.first.nbytes + each.second.nbytes for each in self._plan.replicas) / 1e9
         steps = {
-            # The coordinator, and then all workers at once.
-            "planning": 2 * self._planning.plan + self._planning.cut,
+            "planning": self._planning.plan + self._planning.cut,
             "replicas": max(twice / reading, twice * self._costs.copied / min(CORES, 8)),
         }
         writing = {

@@ -149,7 +149,6 @@ ENVIRONMENTS = {
     "runners": Environment(("uv==0.13.9", "poetry==2.5.1", "pipenv==2026.10.3")),
     "docs": Environment(("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8"), on=TESTS),
     "notebooks": Environment(("ipykernel==7.4.0", "nbclient==0.11.0"), on=TESTS),
-    "executors": Environment(("ray==2.60.0", "mpi4py==4.1.2"), on=TESTS),
     "megatron-fsdp": Environment(("einops",), ("megatron-fsdp==0.6.1",), on=TESTS),
     "internevo": Environment(("einops", "requests"), ("InternEvo==0.4.9",), on=TESTS),
     "bridges": Environment(("omegaconf",), ("megatron-bridge==0.3.1", "mcore-bridge==1.6.5"), on=TESTS),

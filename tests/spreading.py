@@ -1,6 +1,6 @@
 """Conversions on executors, for the tests: workers that are killed, and coordinators too.
 
-    python -m tests.spreading SRC DST '{"on": "ray", "to": "megatron"}' [kill|die]
+    python -m tests.spreading SRC DST '{"on": "slurm:cluster=local,nodes=2", "to": "megatron"}' [kill|die]
 
 `kill` kills a worker once, in the middle of a part; `die` kills the program itself after the first parts.
 """

@@ -35,7 +35,7 @@ PARSED = {
     "guard": "tests/guard runs it",
     "mcp": "waits for a client: tests/test_mcp.py runs it",
     "install-completion": "changes files of a shell",
-    "--on": "needs Slurm, Dask or Ray: tests/test_many_machines.py runs it",
+    "--on": "needs Slurm: tests/test_many_machines.py runs it",
     "--push-to-hub": "uploads: tests/stores/test_hub.py runs it",
     "--python": "needs another environment",
     "-": "reads a pipe",

@@ -114,13 +114,10 @@ def test_the_command_is_of_the_python_that_runs(installed: Path, monkeypatch: py
 
 def test_every_package_that_is_asked_for_has_an_extra() -> None:
     """Compared with the metadata of this reshard."""
-    from reshard.cluster.executors import EXECUTORS
+    from reshard.cluster.slurm_executor import PACKAGE
     from reshard.containers import orbax_arrays
     from reshard.stores.registry import SCHEMES
 
     assert orbax_arrays.OrbaxStore in SCHEMES.values()
-    packages = {
-        *(each.kind.package for each in SCHEMES.values()),
-        *(kind.package for kind in EXECUTORS.values()),
-    }
+    packages = {PACKAGE, *(each.kind.package for each in SCHEMES.values())}
     assert [name for name in packages - {""} if "[" not in install_command(name)] == []

@@ -1,8 +1,7 @@
-"""Conversions on Dask, Ray, Slurm's submitit and MPI write the same as threads, whichever process is killed."""
+"""Conversions in jobs of submitit write the same as threads, whichever process is killed."""
 
 from __future__ import annotations
 
-import ctypes.util
 import json
 import os
 import pickle
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
@@ -26,7 +24,6 @@ from safetensors.torch import load_file, save_file
 import reshard
 from bench.models import QWEN2_5_3B, make
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.missing_packages import install_command
 from reshard.cluster import distribute
 from reshard.cluster.part_worker import PartWorker, identity_of
 from reshard.cluster.plan_parts import PlanPart
@@ -36,7 +33,7 @@ from reshard.transfer import part_claims
 from reshard.transfer.digests import CELL_BYTES, FileDigest
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.leftovers import unfinished
-from tests import environments, spreading
+from tests import spreading
 from tests.bad_input.damage import find, flip
 from tests.commandline import reshard as command
 from tests.spreading import content
@@ -68,46 +65,13 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"model": model, "saved": folder / "saved"}
 
 
-@pytest.fixture(scope="module")
-def dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with cluster(tmp_path_factory.mktemp("dask")) as (address, _):
-        yield address
-
-
-@contextmanager
-def cluster(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A scheduler and its address, with two worker processes, each with a nanny that restarts it."""
-    module = [sys.executable, "-m", "distributed.cli.dask_{}", "--no-dashboard"]
-    there = folder / "scheduler.json"
-    given = {
-        "scheduler": ["--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(there)],
-        "worker": ["--scheduler-file", str(there), "--nworkers", "2", "--nthreads", "1"],
-    }
-    with (folder / "log").open("w") as log:
-        started = [
-            subprocess.Popen(
-                [word.format(name) for word in module] + flags,
-                cwd=folder,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"},
-            )
-            for name, flags in given.items()
-        ]
-        try:
-            deadline = time.monotonic() + 60
-            while not there.exists() and time.monotonic() < deadline:
-                time.sleep(0.1)
-            yield json.loads(there.read_text())["address"].replace("tcp://", "dask://"), started[0]
-        finally:
-            for process in reversed(started):
-                process.terminate()
-                process.wait()
+JOBS = "slurm:cluster=local,nodes=2,time=10"
+"""Two processes of this machine at a time, each for one part."""
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distribute, "PARTS_PER_WORKER", 12)
+    monkeypatch.setattr(distribute, "PARTS_PER_WORKER", 3)
     monkeypatch.setattr(distribute, "MIN_PART_BYTES", 1 << 20)
 
 
@@ -117,23 +81,19 @@ def leftovers(dst: Path) -> list[Path]:
 
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.thorough
-def test_dask_writes_what_threads_write(
-    sources: dict[str, Path], dask: str, tmp_path: Path, road: str
-) -> None:
+def test_jobs_write_what_threads_write(sources: dict[str, Path], tmp_path: Path, road: str) -> None:
     source, options = ROADS[road]
     reshard.convert(sources[source], tmp_path / "threads", **options)
     parts: list[int] = []
-    result = reshard.convert(sources[source], tmp_path / "dask", on=dask, on_bytes=parts.append, **options)
-    assert content(tmp_path / "dask") == content(tmp_path / "threads")
-    assert result.report and sum(parts) == result.report.nbytes and len(parts) > 8
-    assert reshard.verify(tmp_path / "dask").equal
-    assert not leftovers(tmp_path / "dask")
+    result = reshard.convert(sources[source], tmp_path / "jobs", on=JOBS, on_bytes=parts.append, **options)
+    assert content(tmp_path / "jobs") == content(tmp_path / "threads")
+    assert result.report and sum(parts) == result.report.nbytes and len(parts) > 4
+    assert reshard.verify(tmp_path / "jobs").equal
+    assert not leftovers(tmp_path / "jobs")
 
 
 @pytest.mark.slow
-def test_values_that_workers_cannot_cast_are_refused(
-    sources: dict[str, Path], dask: str, tmp_path: Path
-) -> None:
+def test_values_that_workers_cannot_cast_are_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     source = Path(shutil.copytree(sources["model"], tmp_path / "source"))
     for file in source.glob("*.safetensors"):
         tensors = load_file(file)
@@ -144,38 +104,17 @@ def test_values_that_workers_cannot_cast_are_refused(
     with pytest.raises(ReshardError, match="would become infinite") as here:
         reshard.convert(source, tmp_path / "threads", **options)
     with pytest.raises(ReshardError, match="would become infinite") as there:
-        reshard.convert(source, tmp_path / "dask", on=dask, **options)
-    assert there.value.problems == here.value.problems and not (tmp_path / "dask").exists()
+        reshard.convert(source, tmp_path / "jobs", on=JOBS, **options)
+    assert there.value.problems == here.value.problems and not (tmp_path / "jobs").exists()
 
 
 @pytest.mark.thorough
-def test_a_part_whose_worker_is_killed_is_done_elsewhere(
-    sources: dict[str, Path], dask: str, tmp_path: Path
-) -> None:
+def test_a_part_whose_worker_is_killed_is_done_elsewhere(sources: dict[str, Path], tmp_path: Path) -> None:
     source, options = ROADS["from zip files to zip files"]
     reshard.convert(sources[source], tmp_path / "threads", **options)
-    with spreading.killer(tmp_path / "dask") as killed:
-        reshard.convert(sources[source], tmp_path / "dask", on=dask, **options)
-    assert killed and content(tmp_path / "dask") == content(tmp_path / "threads")
-
-
-@pytest.mark.slow
-def test_a_scheduler_that_dies_ends_the_run_and_what_is_done_is_kept(
-    sources: dict[str, Path], tmp_path: Path
-) -> None:
-    source, options = ROADS["to torch_dist"]
-    dst = tmp_path / "dst"
-    with cluster(tmp_path) as (address, scheduler):
-
-        def kill(count: int) -> None:
-            scheduler.kill()
-            scheduler.wait()
-
-        with pytest.raises(ReshardError, match=r"Dask does not respond|workers died"):
-            reshard.convert(sources[source], dst, on=address, on_bytes=kill, **options)
-    assert unfinished(dst)[0].nbytes and not dst.exists()
-    report = reshard.convert(sources[source], dst, **options).report
-    assert report and report.resumed
+    with spreading.killer(tmp_path / "jobs") as killed:
+        reshard.convert(sources[source], tmp_path / "jobs", on=JOBS, **options)
+    assert killed and content(tmp_path / "jobs") == content(tmp_path / "threads")
 
 
 def run(src: Path, dst: Path, how: str = "", launcher: tuple[str, ...] = (), **options: Any) -> Any:
@@ -196,13 +135,11 @@ def run(src: Path, dst: Path, how: str = "", launcher: tuple[str, ...] = (), **o
 
 
 @pytest.mark.slow
-def test_threads_continue_what_a_run_on_dask_left_that_was_killed(
-    sources: dict[str, Path], dask: str, tmp_path: Path
-) -> None:
+def test_threads_continue_what_jobs_left_that_was_killed(sources: dict[str, Path], tmp_path: Path) -> None:
     source, options = ROADS["from zip files to zip files"]
     reshard.convert(sources[source], tmp_path / "threads", **options)
-    dst = tmp_path / "dask"
-    assert run(sources[source], dst, "die", on=dask, **options).returncode == -signal.SIGKILL
+    dst = tmp_path / "jobs"
+    assert run(sources[source], dst, "die", on=JOBS, **options).returncode == -signal.SIGKILL
     (found,) = unfinished(dst)
     assert found.nbytes
     report = reshard.convert(sources[source], dst, **options).report
@@ -211,12 +148,12 @@ def test_threads_continue_what_a_run_on_dask_left_that_was_killed(
 
 
 @pytest.mark.thorough
-def test_dask_continues_what_threads_left(
-    sources: dict[str, Path], dask: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_jobs_continue_what_threads_left(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, options = ROADS["to torch_dist"]
     reshard.convert(sources[source], tmp_path / "threads", **options)
-    dst, passed = tmp_path / "dask", 0
+    dst, passed = tmp_path / "jobs", 0
 
     def stop(count: int) -> None:
         nonlocal passed
@@ -226,25 +163,25 @@ def test_dask_continues_what_threads_left(
 
     with pytest.raises(KeyboardInterrupt):
         reshard.convert(sources[source], dst, on_bytes=stop, workers=1, **options)
-    report = reshard.convert(sources[source], dst, on=dask, **options).report
+    report = reshard.convert(sources[source], dst, on=JOBS, **options).report
     assert report and report.resumed and content(dst) == content(tmp_path / "threads")
 
 
-@pytest.mark.parametrize("first", ["threads", "dask"])
+@pytest.mark.parametrize("first", ["threads", "jobs"])
 @pytest.mark.slow
 def test_what_changed_between_two_runs_is_written_again(
-    sources: dict[str, Path], dask: str, tmp_path: Path, first: str
+    sources: dict[str, Path], tmp_path: Path, first: str
 ) -> None:
     source, options = ROADS["from zip files to zip files"]
     reshard.convert(sources[source], tmp_path / "threads", **options)
-    dst, parts = tmp_path / "dask", list[int]()
+    dst, parts = tmp_path / "jobs", list[int]()
 
     def stop(count: int) -> None:
         parts.append(count)
         if sum(parts) > 30 << 20:
             raise KeyboardInterrupt
 
-    how = {"threads": {"workers": 1}, "dask": {"on": dask}}
+    how = {"threads": {"workers": 1}, "jobs": {"on": JOBS}}
     with pytest.raises(KeyboardInterrupt):
         reshard.convert(sources[source], dst, on_bytes=stop, **how.pop(first), **options)
     (found,) = unfinished(dst)
@@ -260,7 +197,7 @@ def test_what_changed_between_two_runs_is_written_again(
 
 
 @pytest.mark.thorough
-def test_ctrl_c_keeps_the_parts_that_are_done(sources: dict[str, Path], dask: str, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_the_parts_that_are_done(sources: dict[str, Path], tmp_path: Path) -> None:
     source, options = ROADS["to torch_dist"]
     dst = tmp_path / "out"
 
@@ -268,22 +205,22 @@ def test_ctrl_c_keeps_the_parts_that_are_done(sources: dict[str, Path], dask: st
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        reshard.convert(sources[source], dst, on=dask, on_bytes=stop, **options)
+        reshard.convert(sources[source], dst, on=JOBS, on_bytes=stop, **options)
     (found,) = unfinished(dst)
     assert found.nbytes and not found.live
-    report = reshard.convert(sources[source], dst, on=dask, **options).report
+    report = reshard.convert(sources[source], dst, on=JOBS, **options).report
     assert report and report.resumed >= found.nbytes
 
 
 @pytest.mark.thorough
-def test_damage_is_told_as_threads_tell_it(sources: dict[str, Path], dask: str, tmp_path: Path) -> None:
+def test_damage_is_told_as_threads_tell_it(sources: dict[str, Path], tmp_path: Path) -> None:
     source, options = ROADS["from zip files to shards"]
     src, dst = tmp_path / "src", tmp_path / "dst"
     shutil.copytree(sources[source], src)
     path = find(src, "__0_0.distcp")
     flip(path, path.stat().st_size // 2)
     told = []
-    for on in (None, dask):
+    for on in (None, JOBS):
         with pytest.raises(ReshardError, match="changed since they were written") as error:
             reshard.convert(src, dst, on=on, **options)
         told.append([(each.tensor, each.file, each.expected) for each in error.value.problems])
@@ -292,9 +229,7 @@ def test_damage_is_told_as_threads_tell_it(sources: dict[str, Path], dask: str, 
 
 
 @pytest.mark.thorough
-def test_what_a_worker_cannot_read_is_told_as_it_is(
-    sources: dict[str, Path], dask: str, tmp_path: Path
-) -> None:
+def test_what_a_worker_cannot_read_is_told_as_it_is(sources: dict[str, Path], tmp_path: Path) -> None:
     """The source becomes shorter during the run: the workers see it first."""
     src, dst = tmp_path / "src", tmp_path / "dst"
     shutil.copytree(sources["model"], src)
@@ -304,75 +239,14 @@ def test_what_a_worker_cannot_read_is_told_as_it_is(
             os.truncate(path, path.stat().st_size // 2)
 
     with pytest.raises(ReshardError, match=r"sees a different source|source changed"):
-        reshard.convert(src, dst, on=dask, on_plan=cut, **SAVED)
+        reshard.convert(src, dst, on=JOBS, on_plan=cut, **SAVED)
     assert not dst.exists() and not leftovers(dst)
 
 
-@pytest.mark.slow
-def test_submitit_writes_what_threads_write(sources: dict[str, Path], tmp_path: Path) -> None:
-    """With a job that is killed."""
-    distribute.PARTS_PER_WORKER = 1
-    source, options = ROADS["to torch_dist"]
-    reshard.convert(sources[source], tmp_path / "threads", **options)
-    on = "slurm:cluster=local,nodes=2,time=10"
-    with spreading.killer(tmp_path / "jobs") as killed:
-        reshard.convert(sources[source], tmp_path / "jobs", on=on, **options)
-    assert killed and content(tmp_path / "jobs") == content(tmp_path / "threads")
-    assert not leftovers(tmp_path / "jobs")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["", "kill"])
-def test_ray_writes_what_threads_write(sources: dict[str, Path], tmp_path: Path, how: str) -> None:
-    source, options = ROADS["from zip files to zip files"]
-    reshard.convert(sources[source], tmp_path / "threads", **options)
-    launcher = (environments.python("executors"),)
-    done = run(sources[source], tmp_path / "ray", how, launcher, on="ray", **options)
-    assert done.returncode == 0, done.stderr
-    assert bool(json.loads(done.stdout.splitlines()[-1])["killed"]) == bool(how)
-    assert content(tmp_path / "ray") == content(tmp_path / "threads")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["", "kill"])
-def test_mpi_writes_what_threads_write(
-    sources: dict[str, Path], tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """MPI ends all ranks if one is killed. The same command continues."""
-    library = ctypes.util.find_library("mpich")
-    if not library or not shutil.which("mpiexec"):
-        pytest.skip("there is no MPICH: apt-get install mpich")
-    libraries = tmp_path / "lib"
-    libraries.mkdir()
-    (libraries / "libmpi.so.12").symlink_to(_where(library))  # as mpi4py calls it; Debian does not
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))
-    source, options = ROADS["from zip files to zip files"]
-    dst = tmp_path / "mpi"
-    reshard.convert(sources[source], tmp_path / "threads", **options)
-    launcher = ("mpiexec", "-n", "3", environments.python("executors"), "-m", "mpi4py.futures")
-    done = run(sources[source], dst, how, launcher, on="mpi", **options)
-    if how:
-        assert done.returncode and not dst.exists() and unfinished(dst)[0].nbytes
-        done = run(sources[source], dst, "", launcher, on="mpi", **options)
-    assert done.returncode == 0, done.stderr
-    assert content(dst) == content(tmp_path / "threads")
-
-
-def _where(library: str) -> Path:
-    """The file that the linker uses as a library."""
-    ldconfig = shutil.which("ldconfig", path="/sbin:/usr/sbin") or "ldconfig"
-    lines = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return next(Path(line.split(" => ")[1]) for line in lines if line.strip().startswith(f"{library} "))
-
-
 WRONG = {
-    "": "unknown engine ''",
-    "spark://host": "--on: unknown engine 'spark'",
-    "dask": "--on: wrong syntax for dask",
-    "dask://127.0.0.1:1": "Dask does not respond",
-    "ray": install_command("ray"),
-    "mpi": install_command("mpi4py"),
-    "mpi:4": "expected: mpi",
+    "": "--on names no cluster",
+    "spark://host": "found: spark://host",
+    "slurm:nodes": "expected: slurm:partition=NAME",
     "slurm": "`sbatch` not found",
     "slurm:cluster=local,nodes=many": "nodes=many",
     "slurm:cluster=local,time=long": "invalid settings for Slurm",
@@ -380,15 +254,11 @@ WRONG = {
 }
 
 
-@pytest.mark.core("spark://host", "dask", "ray", "mpi", "slurm:*", "")
+@pytest.mark.core("spark://host", "slurm:*", "")
 @pytest.mark.parametrize("on", WRONG)
 def test_what_cannot_run_is_refused(
     sources: dict[str, Path], tmp_path: Path, on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.cluster.executors.CONNECT_SECONDS", 1)
-    monkeypatch.setattr(
-        "reshard.cluster.executors.find_spec", lambda name: None if name in ("ray", "mpi4py") else name
-    )
     if on == "slurm":
         monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm
     flags = ["--to", "megatron", "--no-tokenizer", "--on", on]

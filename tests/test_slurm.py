@@ -15,7 +15,7 @@ import reshard
 from bench.models import make
 from reshard.base.errors import ReshardError
 from reshard.cluster import distribute, slurm_executor
-from reshard.cluster.executors import opened
+from reshard.cluster.slurm_executor import opened
 from reshard.transfer.leftovers import unfinished
 from tests import slurm_cluster, spreading
 from tests.commandline import reshard as command

@@ -128,7 +128,7 @@ ARGUMENTS = [
         "--stages 1,1 --pp 2",
         "--ep 2 --etp 1",
     ),
-    *("--on slurm:partition=p,nodes=2 --dtype x", "--on dask://h:1 --tp 0"),
+    *("--on slurm:partition=p,nodes=2 --dtype x", "--on slurm:cluster=local --tp 0"),
     *("--iteration release", "--iteration 3", "--family mistral", "--engine mcore-bridge", "--trust config"),
     *("--dtype bfloat16", "--quantize fp8", "--max-shard-size 5GB", "--vocab-divisible-by 64", "--workers 3"),
     *(

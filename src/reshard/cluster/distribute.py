@@ -9,15 +9,15 @@ from __future__ import annotations
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 from reshard.base.errors import ReshardError, type_and_message
-from reshard.cluster.executors import Executor
 from reshard.cluster.plan_parts import PartOutcome, PlanPart, cut
+from reshard.cluster.slurm_executor import Slurm
 from reshard.transfer import part_claims
 from reshard.transfer.execute import OnFile, Queue, divided
 from reshard.transfer.file_job import FileJob, continued
@@ -54,7 +54,7 @@ Perform = Callable[[PartOrder], PartOutcome]
 def spread(
     plan: Plan,
     folder: Path,
-    executor: Executor,
+    executor: Slurm,
     perform: Perform,
     *,
     share: ThreadShare,
@@ -81,17 +81,16 @@ def spread(
     return state.settle()
 
 
-def parts_for(executor: Executor, jobs: Iterable[FileJob], left: int) -> list[PlanPart]:
+def parts_for(workers: int, jobs: Iterable[FileJob], left: int) -> list[PlanPart]:
     """Cut `jobs`, with `left` bytes to write, into parts, in the order in which they are handed out."""
-    most = max(MIN_PART_BYTES, left // (PARTS_PER_WORKER * max(1, executor.slots)))
-    parts = cut(jobs, min(most, executor.most))
-    return sorted(parts, key=lambda part: part.nbytes <= 2 * most)  # much longer parts begin first
+    most = max(MIN_PART_BYTES, left // (PARTS_PER_WORKER * workers))
+    return sorted(cut(jobs, most), key=lambda part: part.nbytes <= 2 * most)  # much longer parts begin first
 
 
 class _Distribution:
     """Files whose parts are written by workers, and put together here."""
 
-    def __init__(self, state: RunState, executor: Executor, perform: Perform, on_file: OnFile) -> None:
+    def __init__(self, state: RunState, executor: Slurm, perform: Perform, on_file: OnFile) -> None:
         self._state, self._executor, self._perform, self._on_file = state, executor, perform, on_file
         self._claims = state.folder.with_name(part_claims.CLAIMS_FOLDER)
         self._token = secrets.token_hex(8)
@@ -104,7 +103,7 @@ class _Distribution:
         written = [job for job in jobs if not job.waiting]
         self._jobs = {job.path: job for job in jobs if job.waiting}
         left = sum(file.size - job.written.nbytes for file, job in zip(files, jobs, strict=True))
-        parts = parts_for(self._executor, jobs, left)
+        parts = parts_for(self._executor.slots, jobs, left)
         stopped = Event()
 
         def close(job: FileJob) -> None:
@@ -156,8 +155,8 @@ class _Distribution:
         self._tries[part.number] += 1
         try:
             outcome = future.result()
-        except (Exception, CancelledError) as error:
-            if self._tries[part.number] < MAX_TRIES and not isinstance(error, ImportError):
+        except Exception as error:
+            if self._tries[part.number] < MAX_TRIES:
                 return None
             raise _lost_worker_error(part, self._tries[part.number], error) from _passing_error(error)
         if outcome.error:
@@ -185,7 +184,7 @@ class _Distribution:
         return whole
 
 
-def _passing_error(error: BaseException) -> OSError:
+def _passing_error(error: Exception) -> OSError:
     """The error of a lost worker as one that may not occur again, so that what is written is kept."""
     if isinstance(error, OSError):
         return error
@@ -194,19 +193,11 @@ def _passing_error(error: BaseException) -> OSError:
     return passing
 
 
-def _lost_worker_error(part: PlanPart, tries: int, error: BaseException) -> ReshardError:
-    if isinstance(error, ImportError):
-        return ReshardError(
-            "worker-cannot-load-reshard",
-            "a worker cannot load reshard",
-            found=str(error),
-            remedy="install the same version of reshard, with what it needs, on all nodes",
-        )
-    last = type_and_message(error) if isinstance(error, Exception) else "cancelled"
+def _lost_worker_error(part: PlanPart, tries: int, error: Exception) -> ReshardError:
     return ReshardError(
         "workers-lost",
         "workers died while they were writing a part of the output",
-        found=f"{part}: {tries} times, at last {last}",
+        found=f"{part}: {tries} times, at last {type_and_message(error)}",
         remedy="see in the log of the workers why they ended (out of memory, preempted), then run the same command "
         "again: it continues",
     )

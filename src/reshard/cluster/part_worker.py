@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from threading import Lock
 
 import numpy as np
 
 from reshard.base.errors import ReshardError, cause_of, type_and_message
-from reshard.cluster import executors
+from reshard.cluster import slurm_executor
 from reshard.cluster.distribute import PartOrder, spread
 from reshard.cluster.plan_parts import PartOutcome, execute_part
 from reshard.folders.companion_names import RECORD
@@ -92,7 +91,7 @@ class PartWorker:
     workers: int | None
 
     def __call__(self, order: PartOrder) -> PartOutcome:
-        """Execute a part. Every error is part of the outcome: each executor would wrap an exception in its own way."""
+        """Execute a part. Every error is part of the outcome: submitit would pass on its text only."""
         try:
             with part_claims.held(order.claim, order.token) as is_stopped:
                 return self._done(order, is_stopped)
@@ -120,20 +119,11 @@ class PartWorker:
             raise
 
     def _plan(self) -> tuple[Plan, int]:
-        """The same plan as in the main process, made once per process, and the bytes of memory left for a part of it.
+        """The same plan as in the main process, and the bytes of memory left for a part of it.
 
         Raises ReshardError if this process makes another plan.
         """
-        key = f"{self.source} {self.identity} {self.memory}"
-        with _planning:
-            if key not in _plans:
-                _plans.clear()
-                meter = MemoryMeter(self.memory)
-                plan = self._planned()
-                _plans[key] = plan, meter.left(plan.need)
-            return _plans[key]
-
-    def _planned(self) -> Plan:
+        meter = MemoryMeter(self.memory)
         try:
             plan = plan_conversion(self.source, self.options)
         except ReshardError as error:
@@ -141,7 +131,7 @@ class PartWorker:
         identity = identity_of(plan, self.options, checksum=self.checksum, inodes=False)
         if identity != self.identity:
             raise _otherwise(self.source, identity.differs(self.identity))
-        return plan
+        return plan, meter.left(plan.need)
 
 
 @contextmanager
@@ -154,18 +144,14 @@ def executing_on(
     memory: int,
     workers: int | None,
 ) -> Iterator[Execute]:
-    """What executes a plan: `execute`, or with `on` the machines that it names. Raises ReshardError if none answers."""
+    """What executes a plan: `execute`, or with `on` the jobs of Slurm. Raises ReshardError if it does not answer."""
     if on is None:
         yield execute
         return
     identity = identity_of(plan, options, checksum=checksum, inodes=False)
-    with executors.opened(on) as executor:
-        worker = PartWorker(source, options, identity, checksum, memory, workers or executor.threads)
+    with slurm_executor.opened(on) as executor:
+        worker = PartWorker(source, options, identity, checksum, memory, workers)
         yield partial(spread, executor=executor, perform=worker)
-
-
-_plans: dict[str, tuple[Plan, int]] = {}
-_planning = Lock()
 
 
 def _otherwise(source: Path, found: str) -> ReshardError:

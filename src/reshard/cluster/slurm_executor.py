@@ -1,4 +1,4 @@
-"""Slurm as an executor: job arrays, submitted by submitit and followed with `squeue`."""
+"""Slurm as an executor, as `--on` names it: job arrays, submitted by submitit and followed with `squeue`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from threading import Event, Thread
 from typing import Any, TypeVar
 
 from reshard.base.errors import UNUSABLE, ReshardError, type_and_message
+from reshard.base.missing_packages import install_command
+from reshard.stores import is_remote
 
 A = TypeVar("A")
 T = TypeVar("T")
 
 NO_LIMIT = 1 << 62
-"""No limit on the bytes of a part, or on the number of queued parts."""
+"""No limit on the number of queued parts, or on the jobs of an array."""
 
 GENERIC = ("timeout_min", "mem_gb", "cpus_per_task", "gpus_per_node", "stderr_to_stdout", "name")
 """Settings that submitit has for all of its executors."""
@@ -47,19 +50,57 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _IN_PATHS = re.compile(_CONTROL.pattern + r"|[%\\]")
 
 
-class Slurm:
-    """Slurm jobs, each on one node, `nodes` at a time. `cluster=local` runs them as processes on this machine."""
+PACKAGE = "submitit"
+_SYNTAX = re.compile(r"slurm(?::([\w-]+=[^,=]+(?:,[\w-]+=[^,=]+)*))?")
 
-    package, form = "submitit", r"(?::([\w-]+=[^,=]+(?:,[\w-]+=[^,=]+)*))?"
-    usage = "slurm:partition=NAME,nodes=N,time=MINUTES"
-    threads, most, queue = None, NO_LIMIT, NO_LIMIT
+
+def check_executor(on: str, folder: Path) -> None:
+    """Raise ReshardError if `on` names no executor, if its package is missing, or if it cannot write to `folder`."""
+    _settings_in(on)
+    check_texts(Path(gettempdir()) if is_remote(folder) else folder, on)
+    if not find_spec(PACKAGE):
+        raise ReshardError(
+            "executor-package-not-installed",
+            "--on slurm needs a package that is not installed",
+            found=f"the package {PACKAGE!r} is missing",
+            remedy=f"{install_command(PACKAGE)}, here and on all nodes",
+        )
+
+
+@contextmanager
+def opened(on: str) -> Iterator[Slurm]:
+    """The executor that `--on` names; call `check_executor` first. Raises ReshardError if Slurm does not answer."""
+    executor = Slurm(_settings_in(on))
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def _settings_in(on: str) -> str:
+    match = _SYNTAX.fullmatch(on)
+    if not match:
+        raise ReshardError(
+            "executor-unknown",
+            "--on names no cluster that reshard can use",
+            expected="slurm:partition=NAME,nodes=N,time=MINUTES",
+            found=on,
+            remedy="leave out --on to run on this machine, or correct it",
+        )
+    return match[1] or ""
+
+
+class Slurm:
+    """Slurm jobs, each on one node, `slots` at a time. `cluster=local` runs them as processes on this machine.
+
+    `queue` is the most parts that should be submitted at a time.
+    """
 
     def __init__(self, settings: str) -> None:
         values = dict(each.split("=", 1) for each in settings.split(",") if each)
         self._cluster = values.pop("cluster", "slurm")
         self.slots = nodes_of(values.pop("nodes", "1"))
-        if self._cluster == "local":
-            self.queue = self.slots  # Slurm has a queue of its own, local processes do not
+        self.queue = NO_LIMIT if self._cluster == "slurm" else self.slots  # local processes have no queue
         self._parameters = parameters_of(values)
         self._jobs: dict[Any, Future[Any]] = {}
         self._missing: dict[str, float] = {}
@@ -78,6 +119,7 @@ class Slurm:
         )
 
     def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
+        """Call the function with each of the arguments. `folder`, which all machines see, is for jobs and logs."""
         futures: list[Future[T]] = []
         count = -(-len(arguments) // self._longest)
         for number in range(count):  # each is a job array, and they share the nodes
@@ -135,6 +177,7 @@ class Slurm:
                 future.set_exception(RuntimeError(f"Slurm job {number}: {why}{_end_of(job)}"))
 
     def close(self) -> None:
+        """Cancel everything that has not ended."""
         self._closed.set()
         if self._thread:
             self._thread.join()
@@ -258,13 +301,12 @@ def settings_error(found: str) -> ReshardError:
     )
 
 
-def silent(
-    found: str,
-    name: str = "Slurm",
-    expected: str = "a cluster, and its commands sbatch, squeue and scontrol",
-    remedy: str = "run the command on a machine where `sinfo` lists the partitions, such as the cluster's login node",
-) -> ReshardError:
-    """The error for a scheduler that cannot be used from this machine."""
+def silent(found: str) -> ReshardError:
+    """The error for a cluster that cannot be used from this machine."""
     return ReshardError(
-        "executor-silent", f"{name} does not respond", expected=expected, found=found, remedy=remedy
+        "executor-silent",
+        "Slurm does not respond",
+        expected="a cluster, and its commands sbatch, squeue and scontrol",
+        found=found,
+        remedy="run the command on a machine where `sinfo` lists the partitions, such as the cluster's login node",
     )

@@ -10,7 +10,7 @@ from typing import Annotated
 from reshard.base.errors import ReshardError
 from reshard.base.options import ADVANCED, MACHINES, About
 from reshard.base.shared_options import MemoryOption, OnBytesOption, OnStepOption, TargetOptions
-from reshard.cluster import executors
+from reshard.cluster import slurm_executor
 from reshard.formats.options import ConversionOptions
 from reshard.hub.push import OnUpload, Push
 from reshard.stores import StorePath
@@ -23,8 +23,8 @@ from reshard.transfer.staging import OnResume
 class RunOptions(OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
     """How a conversion runs, and its callbacks. The bytes of the output do not depend on any of this.
 
-    With `on`, other machines do the work (`cluster/executors.py` lists them), and `workers` and `memory` apply to each
-    part. If a run is interrupted, its files are kept, and the next run for the same output continues from there.
+    With `on`, jobs of Slurm do the work, and `workers` and `memory` apply to each. If a run is interrupted, its files
+    are kept, and the next run for the same output continues from there.
 
     Without `sync`, nothing waits for the disk. After a crash of the machine, recent writes may be lost, even those of a
     complete output; if an interrupted run is continued, these are written again.
@@ -40,14 +40,12 @@ class RunOptions(OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
     ] = False
     workers: Annotated[
         int | None,
-        About(
-            "Threads, or with --on threads per part. [default: two per core]", "N", least=1, group=MACHINES
-        ),
+        About("Threads, or with --on threads per job. [default: two per core]", "N", least=1, group=MACHINES),
     ] = None
     on: Annotated[
         str | None,
         About(
-            "Run on other machines: dask://HOST:PORT, ray, slurm:partition=P,nodes=N,time=MIN, or mpi.",
+            "Run as jobs of Slurm, for example slurm:partition=P,nodes=N,time=MIN.",
             "WHERE",
             group=MACHINES,
         ),
@@ -124,7 +122,7 @@ class RunOptions(OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
                 remedy="leave out one of them",
             )
         if self.on is not None:
-            executors.check_executor(self.on, target)
+            slurm_executor.check_executor(self.on, target)
         if isinstance(target, StorePath):
             Bucket(target)  # raises if nothing can be written there
             if self.push:
