@@ -75,10 +75,7 @@ class RunOptions(OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
     ] = ""
     on_plan: Annotated[
         Callable[[Plan], None],
-        About(
-            "Called with the `Plan` before any weight is read. In a notebook, on_plan, on_bytes and on_resume draw a "
-            "progress bar by default."
-        ),
+        About("Called with the `Plan` before any weight is read."),
     ] = lambda plan: None
     on_resume: Annotated[
         OnResume,
