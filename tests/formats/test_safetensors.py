@@ -9,9 +9,7 @@ import pytest
 from safetensors import SafetensorError, safe_open
 
 from reshard.base.errors import ReshardError
-from reshard.containers.safetensors import output_file, read_tensors
-from reshard.formats.sharding import Split, shard_of
-from reshard.transfer.plan import Planned
+from reshard.containers.safetensors import read_tensors
 from reshard.transfer.source_files import Sources
 
 
@@ -38,13 +36,3 @@ def test_tensors_that_overlap_or_leave_a_gap_are_refused(second: tuple[int, int]
     with pytest.raises(ReshardError) as refused:
         read_tensors(path, Sources())
     assert {problem.code for problem in refused.value.problems} == {"safetensors-entry-inconsistent"}
-
-
-def test_a_file_of_one_of_two_ranks(tmp_path: Path) -> None:
-    tensors = read_tensors(file_of(tmp_path / "a.safetensors", a=(0, 8)), Sources())
-    planned = Planned.of("a", tensors["a"])
-    ranks = [shard_of(planned, Split(0), rank, 2).planned for rank in range(2)]
-    files = [output_file(f"{rank}.safetensors", [each]) for rank, each in enumerate(ranks)]
-    blocks = [block for file in files for block in file.blocks]
-    assert [(block.name, block.shape) for block in blocks] == [("a", (1,))] * 2
-    assert [block.source().pieces[0].start for block in blocks] == [0, 1]

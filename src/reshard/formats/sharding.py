@@ -145,11 +145,6 @@ class Shard(NamedTuple):
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
-    def planned(self) -> Planned:
-        """The shard as a complete tensor of its rank's file, as `output_file` of safetensors takes it."""
-        return Planned(self.tensor.name, self.dtype, self.shape, self.source)
-
     def __hash__(self) -> int:
         return id(self.source)
 
