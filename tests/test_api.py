@@ -38,7 +38,7 @@ FUNCTIONS = (
     ),
     *("stream", "support", "train", "verify"),
 )
-COMMANDS_ALONE = ("help", "install-completion", "mcp")
+COMMANDS_ALONE = ("help", "mcp")
 IN_MODULES = {"guard": "run"}
 """Functions of modules that do what a command does."""
 LOG = """Traceback (most recent call last):

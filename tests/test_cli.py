@@ -43,7 +43,6 @@ CONTRACT = {
     "doctor": "--lang --list --explain --json --python",
     "mcp": "--time-limit --output-limit --skill --json",
     "support": "--json",
-    "install-completion": "--print --json",
     "help": "",
 }
 BESIDES = {
@@ -57,7 +56,6 @@ BESIDES = {
     "doctor": "--quiet --debug",
     "mcp": "--debug",
     "support": "--debug",
-    "install-completion": "--debug",
     "help": "",
 }
 INSPECT_KEYS = {

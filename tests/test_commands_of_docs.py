@@ -34,7 +34,6 @@ PARSED = {
     "train": "tests/train runs it",
     "guard": "tests/guard runs it",
     "mcp": "waits for a client: tests/test_mcp.py runs it",
-    "install-completion": "changes files of a shell",
     "--on": "needs Slurm: tests/test_many_machines.py runs it",
     "--push-to-hub": "uploads: tests/stores/test_hub.py runs it",
     "--python": "needs another environment",

@@ -47,8 +47,8 @@ def test_variables_of_the_environment_are_documented() -> None:
 
 
 def test_what_does_not_follow_it_is_noticed() -> None:
-    with pytest.raises(AssertionError, match="install-completion"):
-        follows_schema("install-completion", '{"shell": "bash", "file": "x", "startup": "y"}')
+    with pytest.raises(AssertionError, match="mcp"):
+        follows_schema("mcp", '{"tool": "x"}')
     with pytest.raises(AssertionError, match="not valid under any"):
         follows_schema("verify", '{"equal": true, "files": 1, "bytes": 1, "faults": [], "more": 1}')
 

@@ -37,8 +37,6 @@ NOT_HERE = {
         push-needs-local-folder repository-name-malformed repository-not-empty store-not-writable
         upload-changed-before""",
     "the memory, the disk or a bug": "disk-too-small out-of-memory unexpected-error value-of-wrong-kind",
-    "standard input, or a command of the shell": """
-        shell-unknown""",
     "a terabyte": "vocabulary-padded-too-far",
     "the arguments of another script (tests/test_dropins.py)": """
         drop-in-adapter drop-in-backend-differs drop-in-vocabulary-differs""",

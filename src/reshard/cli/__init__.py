@@ -46,7 +46,6 @@ COMMANDS = {
     "doctor": "Explain why a log, script, checkpoint or machine fails, and how to fix it.",
     "mcp": "Let coding agents inspect checkpoints and failed runs.",
     "support": "List the formats and model families that are read and written.",
-    "install-completion": "Complete commands, options and their values in your shell.",
     "help": "Show the help of a command.",
 }
 

@@ -62,7 +62,6 @@ COMMANDS = {
     "shard": "convert",
     "formats": "support",
     "finetune": "train",
-    "completion": "install-completion",
 }
 """Other names that people use for the commands."""
 
