@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ParamSpec, Protocol, TypeVar
 
 from reshard.base.arguments import with_options
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.options import part_of
-from reshard.base.values import Kind, StrPath
+from reshard.base.values import StrPath
 from reshard.commands import conversion
 from reshard.commands.conversion import Conversion
 from reshard.commands.names import NAMES
@@ -16,26 +16,25 @@ from reshard.commands.options import ConvertOptions, RunOptions
 from reshard.formats.options import ConversionOptions
 from reshard.stores import source_path, typed_path
 
-A_contra = TypeVar("A_contra", contravariant=True)
 Options = TypeVar("Options")
 P = ParamSpec("P")
 
 
-class Converting(Protocol[A_contra, P]):
-    """A function that makes a conversion of what it is given, as type checkers see it."""
+class Convert(Protocol[P]):
+    """`convert`, as type checkers see it."""
 
-    def __call__(self, src: A_contra, dst: StrPath, *args: P.args, **options: P.kwargs) -> Conversion: ...
+    def __call__(self, src: StrPath, dst: StrPath, *args: P.args, **options: P.kwargs) -> Conversion: ...
 
 
-def converts(
-    record: Callable[P, Options], kinds: Mapping[str, Kind]
-) -> Callable[[Callable[[A_contra, StrPath, Options], Conversion]], Converting[A_contra, P]]:
-    """`with_options` of a record, for a function of `src` and `dst`."""
-    return with_options(record, kinds)
+def _takes(
+    record: Callable[P, Options],
+) -> Callable[[Callable[[StrPath, StrPath, Options], Conversion]], Convert[P]]:
+    """`with_options` of a record."""
+    return with_options(record, NAMES)
 
 
 @for_users()
-@converts(ConvertOptions, NAMES)
+@_takes(ConvertOptions)
 def convert(src: StrPath, dst: StrPath, options: ConvertOptions) -> Conversion:
     """Convert the checkpoint at `src` to `dst`, to any format and parallel layout.
 
