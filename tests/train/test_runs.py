@@ -192,7 +192,8 @@ def test_qlora_is_plain_trl_and_is_merged_into_the_stored_base(
     base = AutoModelForCausalLM.from_pretrained(tiny())
     merged = PeftModel.from_pretrained(base, str(output / "checkpoint-4")).merge_and_unload().state_dict()
     for name, weight in load(weights(output / "final")).items():
-        assert torch.equal(weight, merged[name]), name
+        # Of so few rows, the order of a float32 sum depends on the processor: see adapters/peft_sums.py.
+        assert torch.allclose(weight, merged[name], rtol=1e-6, atol=1e-8), name
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1])
