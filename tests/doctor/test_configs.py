@@ -69,11 +69,6 @@ TRAPS = {
     "removed": ("output_dir: o\nmax_seq_length: 4096\n", "script-removed-keyword", "max_length: 4096"),
     "gone": ("output_dir: o\nmax_prompt_length: 512\n", "script-removed-keyword", "# max_prompt_length: 512"),
     "spread": ("output_dir: o\ndevice_map: auto\n", "script-device-map", "device_map: null"),
-    "groups": (
-        "output_dir: o\ngeneration_batch_size: 12\nnum_generations: 8\n",
-        "script-grpo-arithmetic",
-        "generation_batch_size: 16",
-    ),
     "two precisions of a run": (
         "output_dir: o\nbf16: true\nfp16: true\n",
         "config-two-precisions",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
 
 import reshard
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.grpo import fits
 
 LOADED = 'AutoModelForCausalLM.from_pretrained("m", device_map="auto")'
 FREE = 'AutoModelForCausalLM.from_pretrained("m", device_map=None)'
@@ -137,21 +135,6 @@ TRAPS = {
         "args = SFTConfig(bf16=True, past_index=1)",
         "args = SFTConfig(bf16=True)",
     ),
-    "groups": (
-        "script-grpo-arithmetic",
-        "args = GRPOConfig(per_device_train_batch_size=3, num_generations=8)",
-        "args = GRPOConfig(per_device_train_batch_size=8, num_generations=8)",
-    ),
-    "groups of a whole batch": (
-        "script-grpo-arithmetic",
-        "args = GRPOConfig(generation_batch_size=12, num_generations=8)",
-        "args = GRPOConfig(generation_batch_size=16, num_generations=8)",
-    ),
-    "one generation": (
-        "grpo-one-generation",
-        "args = GRPOConfig(num_generations=1)",
-        "args = GRPOConfig(num_generations=8)",
-    ),
 }
 
 
@@ -225,8 +208,6 @@ if dist.get_rank() == 0:
 optimizer = torch.optim.AdamW(model.parameters())
 model = DistributedDataParallel(model)
 """,
-    "groups for one process": "GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=4)",
-    "numbers that only the run knows": "GRPOConfig(per_device_train_batch_size=args.batch, num_generations=7)",
 }
 
 
@@ -253,25 +234,6 @@ def test_a_map_for_each_process_does_not_help_if_the_kind_of_launch_is_forced(tm
 def test_a_script_is_never_run(tmp_path: Path) -> None:
     assert diagnosed(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit(3)") == []
     assert not (tmp_path / "ran").exists()
-
-
-def test_the_batch_arithmetic_is_that_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    trl = pytest.importorskip("trl")
-    for processes in (1, 2, 3):
-        monkeypatch.setattr(trl.GRPOConfig, "world_size", processes)
-        for batch, steps, group, whole in itertools.product((1, 3, 4, 8), (1, 4), (2, 6, 8), (None, 12, 24)):
-            given = {
-                "per_device_train_batch_size": batch,
-                "gradient_accumulation_steps": steps,
-                "num_generations": group,
-                **({"generation_batch_size": whole} if whole else {}),
-            }
-            try:
-                trl.GRPOConfig(output_dir="o", use_cpu=True, bf16=False, **given)
-                accepted = True
-            except ValueError:
-                accepted = False
-            assert fits(given, processes) == accepted, (processes, given)
 
 
 LAUNCHES = {

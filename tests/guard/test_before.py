@@ -116,39 +116,6 @@ def test_a_device_map_in_a_config(folder: Path) -> None:
     assert checked("python train.py --config run.yaml", folder).errors == []
 
 
-# ------------------------------------------------------------------------------------------------------- GRPO
-
-GRPO = """\
-from trl import GRPOConfig, GRPOTrainer
-args = GRPOConfig(output_dir="out", per_device_train_batch_size=2, num_generations=8)
-trainer = GRPOTrainer("model", args=args, reward_funcs=[len], train_dataset=[])
-"""
-
-
-LAUNCH = "torchrun --standalone --nproc-per-node {}"
-
-
-@pytest.mark.parametrize(("processes", "codes"), [(2, ["script-grpo-arithmetic"]), (4, [])])
-def test_groups_of_grpo_for_the_number_of_processes(processes: int, codes: list[str], tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(GRPO)
-    size = "--per_device_train_batch_size 2 --num_generations 8"
-    for script in ("train.py", f"-m trl.scripts.grpo {size}"):
-        found = checked(f"{LAUNCH.format(processes)} {script}", tmp_path)
-        assert [each.code for each in found.errors] == codes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_trl_refuses_the_same_groups(processes: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "\n".join(GRPO.replace("num_gen", "bf16=False, num_gen").splitlines()[:2])
-    )
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1"}
-    words = shlex.split(f"{Path(sys.executable).parent}/{LAUNCH.format(processes)} train.py")
-    ran = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert (ran.returncode != 0) == (processes == 2) and ("num_generations" in ran.stderr) == (processes == 2)
-
-
 # ---------------------------------------------------------------------------------------------- what is missing
 
 

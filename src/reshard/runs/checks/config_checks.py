@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.runs.checks import grpo, rules
+from reshard.runs.checks import rules
 from reshard.runs.checks.command.launchers import truth
 from reshard.runs.checks.config_text import ConfigText, read_config
 from reshard.runs.checks.device_maps import spread_in
@@ -54,7 +54,6 @@ def check_config(
     findings = [each for check in checks for each in check(config)]
     if program == "trl" or (launch and not launch.is_alone):
         findings += _spread_models(config, launch)
-    findings += _groups(config, launch) if program == "trl" else []
     keys = list(_keys(config, program)) if program else []
     if program == "trl" and not refuses_unknown:
         keys = [replace(each, severity="warning") for each in keys]
@@ -180,16 +179,6 @@ def _spread_models(config: ConfigText, launch: Launch | None) -> Iterator[Findin
     keys = [] if launch and launch.is_alone else list(spread_in(config.content))
     if keys:
         yield spread_model([config.changed(key, None) for key in keys], launch)
-
-
-def _groups(config: ConfigText, launch: Launch | None) -> Iterator[Finding]:
-    """Batch sizes of GRPO that are no multiple of its groups."""
-
-    def place(key: str, better: int | None) -> Location:
-        return config.changed(key, better) if better else config.place(key)
-
-    if "num_generations" in config.content or "reward_funcs" in config.content:
-        yield from grpo.cut_groups(config.content, place, launch.total if launch else None)
 
 
 CONFIG_CHECKS: dict[str, tuple[Callable[[ConfigText], Iterator[Finding]], ...]] = {

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
-from reshard.runs.checks import grpo, rules
+from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.location import Launch, Location
+from reshard.runs.checks.location import Launch
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.checks.script import Call, Script
 from reshard.runs.checks.script_api import names_of_other_releases
@@ -131,37 +130,7 @@ def _of_model(call: Call) -> bool:
     return bool(_MODEL.search(call.owner)) and not _NO_MODEL.search(call.owner)
 
 
-# ------------------------------------------------------------------------------------------------------ GRPO
-
-
-def groups_of_grpo(source: Script, launch: Launch | None) -> Iterator[Finding]:
-    """Batch sizes of GRPO that are no multiple of its groups."""
-    calls = source.find("GRPOConfig")
-    processes = launch.total if launch and len(calls) == 1 else None
-    for call in calls:
-        given = {key: _number(call, key) for key in grpo.GRPO_OPTIONS}
-        yield from grpo.cut_groups(given, partial(_spot, source, call), processes)
-
-
-def _number(call: Call, key: str) -> object:
-    """A number, None if it is not given, and the expression if it is known only at run time."""
-    keyword = call.keyword(key)
-    if keyword is None:
-        return None if all(each.arg for each in call.node.keywords) else "**"
-    return keyword.value.value if isinstance(keyword.value, ast.Constant) else ast.unparse(keyword.value)
-
-
-def _spot(source: Script, call: Call, key: str, better: int | None) -> Location:
-    """The place of a keyword, with a better value; that of the call, if it does not have the keyword."""
-    keyword = call.keyword(key)
-    if keyword is None:
-        return source.place(call.line)
-    return source.replaced(keyword.value, str(better)) if better else source.place(keyword.lineno)
-
-
 ScriptCheck = Callable[[Script, Launch | None], Iterator[Finding]]
-SCRIPT_CHECKS: tuple[ScriptCheck, ...] = (
-    *(export_device_map, first_rank_only, names_of_other_releases, groups_of_grpo),
-)
+SCRIPT_CHECKS: tuple[ScriptCheck, ...] = (*(export_device_map, first_rank_only, names_of_other_releases),)
 SEVERAL_PROCESSES_CHECKS: tuple[ScriptCheck, ...] = (spread_models, optimizer_before_sharding, rank_guard)
 """What breaks only if several processes run the script."""

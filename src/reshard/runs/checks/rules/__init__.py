@@ -50,7 +50,6 @@ RULES_COVERED: dict[str, tuple[str, ...]] = {
     "script-removed-keyword": ("api-is-gone",),
     "script-name-gone": ("api-is-gone", "api-between"),
     "script-name-later": ("api-came-later",),
-    "script-grpo-arithmetic": ("not-divisible",),
     "script-rank-guard": ("hang-gloo", "hang-nccl"),
     "script-optimizer-before-sharding": ("fsdp2-optimizer",),
 }

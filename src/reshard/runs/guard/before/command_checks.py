@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.runs.checks import grpo
 from reshard.runs.checks.command.command_settings import (
     CONFIG_OPTIONS,
     FOREIGN_CONFIG_OPTIONS,
@@ -100,14 +99,13 @@ def _texts(command: TrainingCommand) -> Iterator[str]:
 
 def _of_files(command: TrainingCommand, installed: Mapping[str, str], checked: Checked) -> Iterator[Finding]:
     """What is wrong with script and configs, for the number of processes that will run them."""
-    groups = _groups_are_set(command)
     for path in (*_shell_scripts(command), *([command.script] if command.script else []), *command.configs):
         try:
             findings = _of_file(path, command, installed)
         except ReshardError as error:
             checked.problems += error.problems if path.exists() else [_lost(path, command)]
             continue
-        yield from (each for each in findings if each.code not in grpo.CODES or not groups)
+        yield from findings
 
 
 def _shell_scripts(command: TrainingCommand) -> list[Path]:
@@ -197,27 +195,12 @@ def _of_settings(command: TrainingCommand, installed: Mapping[str, str]) -> Iter
     if not tool:
         options = {name: place for name, place in options.items() if place.text.startswith("--")}
     yield from check_options(options, plain_source(command.script), tool, installed)
-    world = command.processes * command.nodes
     if not _shell_scripts(command):
         yield from uneven_layout(command, Location("the command", None, " ".join(command.words)))
-    if _groups_are_set(command):
-        given = {key: _number(command.setting(key)) for key in grpo.GRPO_OPTIONS}
-        places = {key: command.settings[key][1] for key in grpo.GRPO_OPTIONS if key in command.settings}
-        yield from grpo.cut_groups(given, lambda key, _: places.get(key, places["num_generations"]), world)
 
 
 TOOL_PACKAGES = {"llamafactory": "llamafactory", "swift": "ms-swift"}
 """Tools that refuse options of other releases, and their packages."""
-
-
-def _groups_are_set(command: TrainingCommand) -> bool:
-    """Whether the settings, and not the script, have the batch sizes of GRPO."""
-    return "num_generations" in command.settings and bool(command.launcher)
-
-
-def _number(value: object) -> Any:
-    """A setting as a number, if it is one."""
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 # ------------------------------------------------------------------------------------------------ environment
