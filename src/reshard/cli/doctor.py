@@ -115,7 +115,7 @@ def command(targets: tuple[str, ...], *, quiet: bool, json_output: bool, options
       reshard doctor --explain ID                 one failure in the catalogue
 
     Each finding states how certain it is. Fix the first one first. --json also prints `facts`: what the files show,
-    each with its line, and in `unseen` what they do not show, with the command that would.
+    each with its line.
 
     A log without an error counts as a run without failure only if it says that the run ended well. Otherwise, and if
     nothing known explains an error, the answer is `unknown`: what was seen, and where to look next.

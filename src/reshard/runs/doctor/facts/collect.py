@@ -17,7 +17,6 @@ each list, `MAX_FACTS` are given, and `left_out` counts the others. All texts ar
 - `checkpoints`: a summary of each; `opened` is false where nothing can be opened
 - `history`: what `history.between.changes` says of the names in findings, and of those in frames that a release surely
   added or removed
-- `unseen`: `what` the targets do not show, and the `command` that would
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from reshard.base.errors import ReshardError
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS, table
 from reshard.runs.checks.history.release_diff import changes
-from reshard.runs.doctor.facts.missing_evidence import unseen_in
 from reshard.runs.doctor.facts.process_output import failure_of, frames_of, ranks_of, root_of
 from reshard.runs.doctor.facts.run_settings import Fact, at, commands_in, settings_in, versions_in
 from reshard.runs.doctor.text.log import Log
@@ -67,7 +65,6 @@ def facts_of(
         "checkpoints": [_summary(path, inspection) for path, inspection in checkpoints.items()],
         "history": list(_history(findings, frames, versions)),
     }
-    lists["unseen"] = list(unseen_in(logs, root[1] if root else None, texts, lists))
     given = {name: each[:MAX_FACTS] for name, each in lists.items()}
     left = {
         name: len(each) - MAX_FACTS
