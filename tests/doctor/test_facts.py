@@ -215,26 +215,6 @@ def test_the_shapes_of_a_log_are_there_though_its_script_is_the_cause() -> None:
     assert ("torch.load(map_location)", "cpu", 15) in bare(facts["settings"], "name", "value", "line")
 
 
-def test_the_history_of_a_name_is_told_from_the_release_in_use_on(tmp_path: Path) -> None:
-    log = (HISTORY / "trl-keyword-gone.log").read_text()
-    name, kind = facts_in(log_of(tmp_path, log))["history"]
-    assert bare([name], "name", "removed", "renamed", "moved_to") == [
-        ("SFTConfig(max_seq_length=…)", None, "0.20.0", "max_length")
-    ]
-    assert bare([kind], "name", "added") == [("trl.SFTConfig", "0.9.2")] and "there" not in kind
-    name, kind = facts_in(log_of(tmp_path, "trl==0.20.0", log))["history"]
-    assert (name["before"], name["there"]["before"]) == ("0.20.0", False)
-    assert kind["before"] == "0.20.0" and kind["there"] == {"before": True, "after": True}
-    name, _ = facts_in(log_of(tmp_path, "trl==0.20.0", "trl==0.9.0", log))["history"]
-    assert "before" not in name  # which of them ran it, nobody knows
-
-
-def test_what_the_tables_cannot_see_is_no_history(tmp_path: Path) -> None:
-    code = ('  File "/u/a.py", line 1, in f', "    import torch; torch.cat([GradScaler()])")
-    log = log_of(tmp_path, "Traceback (most recent call last):", *code, "ValueError: no frob")
-    assert facts_in(log)["history"] == []  # torch.cat is in no source of the older releases
-
-
 def test_several_targets_are_one_set_of_facts(tmp_path: Path) -> None:
     folder = HEAD / "cat_mixed"
     (tmp_path / "versions.txt").write_text("accelerate==1.9.0\ntorch==2.6.0\ntransformers==4.53.0\n")
