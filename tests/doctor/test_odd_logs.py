@@ -10,9 +10,8 @@ import pytest
 
 from reshard.runs.checks.finding import CERTAINTIES, UNKNOWN_FAILURE
 from reshard.runs.doctor.entries.catalogue_entry import catalogue
+from reshard.runs.doctor.frame_packages import package_of
 from reshard.runs.doctor.log_diagnosis import diagnose_text
-from reshard.runs.doctor.text.tracebacks import Traceback
-from reshard.runs.doctor.upstream_search import issues_of, own_code, package_of, search_words
 from tests.doctor.test_log import FAILURE
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"
@@ -64,7 +63,7 @@ def test_what_several_causes_have_is_never_sure() -> None:
         assert all(CERTAINTIES.index(each) >= CERTAINTIES.index(entry.certainty) for each in told)
 
 
-# ------------------------------------------------------------------------------------------------- upstream
+# ------------------------------------------------------------------------------------------------- packages
 
 
 @pytest.mark.parametrize(
@@ -80,38 +79,6 @@ def test_what_several_causes_have_is_never_sure() -> None:
 )
 def test_the_package_of_a_frame(frame: str, package: str | None) -> None:
     assert package_of(frame) == package
-
-
-def test_an_unknown_failure_names_where_to_search() -> None:
-    frames = [
-        f"{SITE}/transformers/trainer.py:2245 train",
-        f"{SITE}/torch/nn/modules/module.py:1736 _call_impl",
-    ]
-    root = Traceback("", 1, 2, 2, "ValueError", "the frob 'a.b' of /tmp/x has 7 grobs, not 8", frames)
-    assert issues_of(root) == ("transformers", "https://github.com/huggingface/transformers/issues")
-    assert search_words(root.error_text) == "ValueError the frob 'a.b' of has grobs not"
-    assert issues_of(Traceback("", 1, 2, 2, "KeyError", "'x'", ["train.py:3 main"]))[0] == ""
-    lines = "\n".join([*FAILURE[:-1], "FrobError: no grobs"])
-    (found,) = diagnose_text("log", lines)
-    assert "github.com/" in found.remedy.en and "github.com/" in found.remedy.zh
-
-
-@pytest.mark.parametrize(
-    ("path", "is_own"),
-    [
-        ("/home/user/train.py", True),
-        ("train.py", True),
-        ("/home/user/run/unsloth_compiled_cache/UnslothGRPOTrainer.py", False),
-        ("/tmp/torchinductor_user/ab/cabc.py", False),
-        ("/home/user/.cache/huggingface/modules/transformers_modules/Org/modeling.py", False),
-        ("/tmp/ray/session_2026-01-01/runtime_resources/working_dir_files/main.py", False),
-        ("/opt/tool/main.py", False),
-    ],
-)
-def test_a_generated_file_is_nobodys_own_code(path: str, is_own: bool) -> None:
-    root = Traceback("", 1, 2, 2, "FrobError", "no grobs", [f"{path}:4 forward"])
-    assert (own_code(root) is not None) is is_own
-    assert issues_of(root)[0] == ""
 
 
 def test_advice_is_quoted_once() -> None:

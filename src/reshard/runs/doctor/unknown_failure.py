@@ -15,7 +15,6 @@ from reshard.runs.doctor.text.free_text import is_question
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import CUT_OFF_TRACEBACK, EXIT_STATUS, is_launchers
 from reshard.runs.doctor.text.remedy_sentences import asks
-from reshard.runs.doctor.upstream_search import issues_of, own_code, search_words
 
 UNKNOWN_THAT_ASKS = "unknown-failure-that-asks"
 WORKER_TRACEBACK_MISSING = "worker-traceback-missing"
@@ -63,7 +62,6 @@ def of_unknown(root: Traceback, log: Log) -> Finding | None:
     values = {
         "shown": _frames_and_message(first, is_quoted=request == first.message.strip()),
         "asked": request,
-        "upstream": _where_to_search(first),
     }
     rule = UNKNOWN_THAT_ASKS if request else UNKNOWN_FAILURE
     evidence = [which_is_first(root), *run_facts(log)]
@@ -90,18 +88,6 @@ def _frames_and_message(first: Traceback, *, is_quoted: bool) -> Text:
         else Text.same(_indented(first.error_text))
     )
     return Text.lines([*map(Text.same, frames), *([] if is_quoted else [message])])
-
-
-def _where_to_search(first: Traceback) -> Text:
-    if frame := own_code(first):
-        text = phrase_text("own-code", frame=frame)
-    elif first.exception in (CUT_OFF_TRACEBACK, EXIT_STATUS):
-        return Text.same("")
-    else:
-        name, url = issues_of(first)
-        phrase = "search-upstream" if name else "search-anywhere"
-        text = phrase_text(phrase, name=name, url=url, said=search_words(first.error_text))
-    return Text(f"{text.en}\n", f"{text.zh}\n")
 
 
 def _indented(message: str) -> str:

@@ -32,8 +32,8 @@ from reshard.runs.doctor.causes.missing_names import (
     missing_in,
 )
 from reshard.runs.doctor.causes.pip_commands import with_interpreter
+from reshard.runs.doctor.frame_packages import asker, update_of
 from reshard.runs.doctor.text.log import Log, Traceback
-from reshard.runs.doctor.upstream_search import asker, update_of
 
 
 @dataclass(frozen=True)

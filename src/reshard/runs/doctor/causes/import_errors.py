@@ -13,8 +13,8 @@ from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.causes.pip_commands import installed_for, with_interpreter
+from reshard.runs.doctor.frame_packages import INSTALLED_PATH, package_of
 from reshard.runs.doctor.text.log import Log, Traceback
-from reshard.runs.doctor.upstream_search import INSTALLED_PATH, package_of
 
 _MODULE = re.compile(r"No module named ['\"](?P<module>(?P<package>[A-Za-z_]\w*)(?:\.\w+)*)['\"]")
 _SHARED = frozenset(

@@ -15,8 +15,8 @@ from reshard.runs.checks.history.call_parameters import base_of
 from reshard.runs.checks.history.release_ranges import Bounds, Presence
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.causes.missing_names import Missing, MissingKind, checkout_of, is_shadowed
+from reshard.runs.doctor.frame_packages import package_of
 from reshard.runs.doctor.text.log import Log, Traceback
-from reshard.runs.doctor.upstream_search import package_of
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
+from reshard.runs.doctor.frame_packages import place_in_code, update_of
 from reshard.runs.doctor.text.log import Log, Traceback
-from reshard.runs.doctor.upstream_search import place_in_code, update_of
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.causes.pip_commands import imported_from, installed_for
+from reshard.runs.doctor.frame_packages import KNOWN_FOLDERS
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import CUT_OFF_TRACEBACK, EXIT_STATUS
-from reshard.runs.doctor.upstream_search import repositories
 
 # --------------------------------------------------------------------- requirements that exclude each other
 
@@ -223,7 +223,7 @@ def _of_sentence(name: str) -> Iterator[str]:
     """A package that a sentence names, if it is known to be one."""
     name, distribution = name.lower(), installed_for(name.lower())
     if name not in _NO_PACKAGE and (
-        distribution != name or distribution in {*PACKAGE_ROOTS, *PACKAGE_OF_ROOT, *repositories(), *_MORE}
+        distribution != name or distribution in {*PACKAGE_ROOTS, *PACKAGE_OF_ROOT, *KNOWN_FOLDERS, *_MORE}
     ):
         yield from [distribution] if distribution.startswith("-") else distribution.split()
 

@@ -15,9 +15,9 @@ from reshard.runs.checks.history.api_table import table
 from reshard.runs.checks.history.config_keys import ConfigKeys
 from reshard.runs.checks.history.versions_in_use import Versions
 from reshard.runs.checks.phrases import phrase_text
+from reshard.runs.doctor.frame_packages import place_in_code
 from reshard.runs.doctor.remedy_spelling import RunTools, keys_of
 from reshard.runs.doctor.text.log import Log, Traceback
-from reshard.runs.doctor.upstream_search import place_in_code
 
 _REFUSED = re.compile(
     r"unrecognized arguments?: (?P<arguments>[^\n]+)"
