@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import reshard
 from reshard.runs.doctor.entries.catalogue_entry import catalogue
 from reshard.runs.doctor.log_diagnosis import diagnose_text
 from tests.commandline import reshard as command
@@ -89,26 +88,6 @@ def test_random_bytes_are_said_to_be_nothing_known(suffix: str, tmp_path: Path) 
         assert shown.code == 1 and "checkpoint-damaged" in shown.out
     else:
         assert shown.code == 2 and ("no checkpoint found here" in shown.err or "is not text" in shown.err)
-
-
-FREEZES = {
-    "freeze": "{0}=={1}",
-    "list": "{0}    {1}",
-    "conda": "{0}    {1}    pypi_0    pypi",
-}
-
-
-@pytest.mark.parametrize("how", FREEZES)
-def test_a_list_of_packages_is_read_as_one(how: str, tmp_path: Path) -> None:
-    packages = {f"frob-{i}": f"1.{i}" for i in range(20)}
-    path = tmp_path / "freeze.txt"
-    path.write_text("\n".join(FREEZES[how].format(*each) for each in packages.items()))
-    shown = command("doctor", path)
-    assert shown.code == 0 and "read 20 packages" in shown.out
-    packages |= {"trl": "0.15.0", "transformers": "5.2.0"}
-    path.write_text("\n".join(FREEZES[how].format(*each) for each in packages.items()))
-    (found,) = reshard.doctor(path)
-    assert found.code == "env-trl-transformers" and found.places[0].target == str(path)
 
 
 def test_a_log_without_a_failure_is_said_to_have_been_read(tmp_path: Path) -> None:

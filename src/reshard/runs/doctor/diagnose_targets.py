@@ -28,7 +28,6 @@ from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.checks.root_causes import combined
 from reshard.runs.doctor.examination import Examination
 from reshard.runs.doctor.log_diagnosis import STDIN, findings_in, log_of
-from reshard.runs.doctor.package_lists import diagnose_freeze, versions_in
 from reshard.runs.doctor.remedy_spelling import RunTools, spelled
 from reshard.runs.doctor.run_folders import (
     ARGUMENT_FILES,
@@ -92,8 +91,7 @@ def examine(
         raise ReshardError(seen.problems)
     of_targets += seen.without_end(of_targets)
     findings = spelled((typed(finding, seen.commands) for finding in combined(of_targets)), seen.usage)
-    texts = {**seen.usage.texts, **seen.lists}
-    return Examination(findings, seen.logs, texts, seen.inspected, of_targets, seen.logs_left_out)
+    return Examination(findings, seen.logs, seen.usage.texts, seen.inspected, of_targets, seen.logs_left_out)
 
 
 def _is_plain(target: str) -> bool:
@@ -117,8 +115,6 @@ class _Seen:
     """What was run, according to all targets."""
     logs: list[Log] = field(default_factory=list)
     logs_left_out: int = 0
-    lists: dict[str, str] = field(default_factory=dict)
-    """Lists of packages, by their path."""
     inspected: dict[str, Inspection | None] = field(default_factory=dict)
     ends_well: bool = False
     """Whether a log says that the run ended well: one rank says it for all."""
@@ -136,7 +132,7 @@ class _Seen:
             texts = [path] * path.name.endswith(CHECKED_SUFFIXES)
         for each in texts:
             with each.open("rb") as file:
-                self.usage.see(decoded(file.read(MAX_LIST_BYTES)), str(each))
+                self.usage.see(decoded(file.read(MAX_TEXT_BYTES)), str(each))
 
     def of_target(self, target: str) -> Sequence[Finding]:
         """The findings of one target."""
@@ -166,14 +162,8 @@ class _Seen:
         return self._of_text(str(path) if path else STDIN)
 
     def _of_text(self, target: str, on_read: Callable[[Text], None] | None = None) -> Sequence[Finding]:
-        """The findings of a log, or of a list of packages."""
+        """The findings of a log."""
         on_read = on_read or self.on_read
-        lines = [] if target == STDIN else _first_lines(as_path(target))
-        if versions := versions_in(lines):
-            self.lists[target] = "\n".join(lines)
-            if not (findings := diagnose_freeze(target, versions)):
-                on_read(phrase_text("read-packages", target=target, count=len(versions)))
-            return findings
         count = 0
 
         def counted(lines: int) -> None:
@@ -283,13 +273,8 @@ def nothing_in(error: ReshardError) -> ReshardError:
     )
 
 
-MAX_LIST_BYTES = 1 << 20
-"""Bytes at the beginning of a file that show whether it is a list of packages, and what was run."""
-
-
-def _first_lines(path: Path) -> list[str]:
-    with path.open("rb") as file:
-        return decoded(file.read(MAX_LIST_BYTES)).splitlines()
+MAX_TEXT_BYTES = 1 << 20
+"""Bytes at the beginning of a script or a config that show what was run."""
 
 
 def bytes_of_logs(*targets: str) -> int:

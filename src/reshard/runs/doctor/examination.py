@@ -24,7 +24,7 @@ class Examination:
     findings: list[Finding]
     logs: list[Log] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
-    """The scripts, configs and lists of packages, by their path."""
+    """The scripts and configs, by their path."""
     checkpoints: dict[str, Inspection | None] = field(default_factory=dict)
     """What `inspect` found, by the path; None where nothing can be opened."""
     of_targets: list[Finding] = field(default_factory=list)

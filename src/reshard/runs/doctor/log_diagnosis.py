@@ -8,10 +8,8 @@ from contextlib import nullcontext
 
 from reshard.base.errors import ReshardError
 from reshard.runs.checks.finding import Finding
-from reshard.runs.doctor.causes.pip_commands import in_notebook
 from reshard.runs.doctor.ranking import causes_in
 from reshard.runs.doctor.remedy_spelling import RunTools, spelled
-from reshard.runs.doctor.setting_lines import placed
 from reshard.runs.doctor.text.log import Log, read_log
 from reshard.runs.doctor.text.text_files import PROBED_BYTES, encoding_of, lines_of
 from reshard.stores import as_path
@@ -57,4 +55,4 @@ def findings_in(log: Log, usage: RunTools | None = None) -> list[Finding]:
     usage.see(log.text)
     usage.versions |= {name: version for name, version in log.versions.items() if name not in usage.versions}
     usage.gpu = usage.gpu or log.gpu
-    return spelled([placed(in_notebook(each, log), usage) for each in causes_in(log)], usage)
+    return spelled(causes_in(log), usage)

@@ -60,7 +60,7 @@ def doctor(*targets: StrPath, options: DoctorOptions) -> list[Finding]:
     Parameters
     ----------
     *targets : str or path-like
-        Logs, scripts, configs, lists of packages, checkpoints, or the folder of a run; "-" is a log on
+        Logs, scripts, configs, checkpoints, or the folder of a run; "-" is a log on
         standard input. Without a target, the environment is examined: versions, GPUs, driver and launcher variables.
     {options}
 

@@ -103,17 +103,6 @@ def spelled(findings: Iterable[Finding], usage: RunTools) -> list[Finding]:
     return [replace(each, rule=_of(each.rule, usage), remedy=_of(each.remedy, usage)) for each in findings]
 
 
-def holes_in(text: str) -> set[str]:
-    """The names of the settings in a text of the doctor."""
-    return {hole["name"] for hole in _HOLE.finditer(text)}
-
-
-def names_of(setting: str) -> set[str]:
-    """The keys by which tools know a setting."""
-    spelled = (each for each in tool_settings()["settings"][setting].values() if isinstance(each, str))
-    return {name for each in spelled for name in _keys_in(each)}
-
-
 def _keys_in(spelling: str) -> set[str]:
     if _KEY.fullmatch(spelling):
         return {spelling}

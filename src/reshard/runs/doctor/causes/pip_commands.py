@@ -1,18 +1,13 @@
-"""How a package is installed: what pip calls it, by which interpreter, and what a notebook needs besides."""
+"""How a package is installed: what pip calls it, and by which interpreter."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
-
 from reshard.base.data_files import read_data
 from reshard.base.languages import Text
-from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.text.log import Log
 
 
@@ -49,26 +44,3 @@ def with_interpreter(cure: Text, log: Log) -> Text:
     return Text(
         *(re.sub(r"\bpython(?= -(?:m pip|c)\b)", of_environments[-1], text) for text in (cure.en, cure.zh))
     )
-
-
-_NOTEBOOK = re.compile(
-    r"Cell In\s?\[|ipython-input-|ipykernel_|^-{1,5}> ?\d+ |localhost:8080/#|^/content/|/kaggle/(?:working|input)"
-    r"|To view examples of installing some common dependencies",
-    re.MULTILINE,
-)
-"""A notebook's cells, the arrow with which its tracebacks mark a line, and the folders and notes of hosted ones."""
-_SPEC = re.compile(r"pip install (?:-U )?'(?P<package>[A-Za-z][\w.-]*)(?P<spec>[<>=!~][^']*)'")
-
-
-def in_notebook(finding: Finding, log: Log) -> Finding:
-    """A finding with the restart that an installation needs in a notebook, where old modules stay imported."""
-    cure = finding.remedy
-    if "pip install" not in cure.en or "restart" in cure.en or not _NOTEBOOK.search(log.text):
-        return finding
-    match = _SPEC.search(cure.en)
-    version = log.versions.get(match["package"]) if match else None
-    if match and version and SpecifierSet(match["spec"]).contains(version, prereleases=True):
-        first = phrase_text("restart-first", package=match["package"], version=version)
-        return replace(finding, remedy=Text.lines([first, cure]))
-    texts = [Text(cure.en.rstrip(), cure.zh.rstrip()), phrase_text("restart-notebook")]
-    return replace(finding, remedy=Text.lines(texts))

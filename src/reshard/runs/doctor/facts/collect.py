@@ -46,7 +46,7 @@ def facts_of(
     processes, known = ranks_of(logs)
     lists = {
         **processes,
-        "versions": list(versions_in(logs, texts)),
+        "versions": list(versions_in(logs)),
         "commands": list(commands_in(logs, texts)),
         "settings": list(settings_in(texts)),
         "numbers": list(_numbers(findings)),

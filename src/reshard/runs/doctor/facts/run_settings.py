@@ -17,7 +17,6 @@ from reshard.runs.checks.command.options import options_in
 from reshard.runs.checks.config_text import read_config
 from reshard.runs.checks.location import CONFIG_SUFFIXES, SHELL_SUFFIXES
 from reshard.runs.checks.script import NOT_PYTHON
-from reshard.runs.doctor.package_lists import package_in
 from reshard.runs.doctor.text.log import Log, LogLine
 from reshard.runs.doctor.text.run_details import LOGGED_PACKAGES, command_in
 from reshard.runs.doctor.text.text_files import ELLIPSIS
@@ -45,29 +44,23 @@ _INSTALLED = re.compile(
 )
 _NEEDED = re.compile(r"(?i)requir|need|newer|later|higher|at least|minimum|recommend|upgrade|compatible")
 """Words of lines about versions that are not the installed ones."""
-RUN_SUFFIXES = (*SHELL_SUFFIXES, *CONFIG_SUFFIXES, ".py")
-"""Suffixes of texts that are no lists of packages."""
 
 
-def versions_in(logs: Sequence[Log], texts: Mapping[str, str]) -> Iterator[Fact]:
-    """The installed versions that logs and lists of packages state, each where it is first seen."""
+def versions_in(logs: Sequence[Log]) -> Iterator[Fact]:
+    """The installed versions that logs state, each where it is first seen."""
     seen: set[tuple[str, str]] = set()
-    for file, number, name, version in _stated(logs, texts):
+    for file, number, name, version in _stated(logs):
         package = "torch" if name.lower() == "pytorch" else canonicalize_name(name)
         if (package, version) not in seen:
             seen.add((package, version))
             yield {"package": package, "version": version, **at(file, number)}
 
 
-def _stated(logs: Sequence[Log], texts: Mapping[str, str]) -> Iterator[tuple[str, int, str, str]]:
+def _stated(logs: Sequence[Log]) -> Iterator[tuple[str, int, str, str]]:
     for log in logs:
         for line in log.lines:
             for name, version in _versions_of(line.text):
                 yield log.name, line.number, name, version
-    for file, text in texts.items():
-        for number, row in enumerate([] if file.endswith(RUN_SUFFIXES) else text.splitlines(), 1):
-            if package := package_in(row):
-                yield file, number, *package
 
 
 def _versions_of(text: str) -> Iterator[tuple[str, str]]:
