@@ -143,11 +143,6 @@ def candidates_of(log: Log) -> list[Candidate]:
     """All candidates for what a log shows."""
     root = first_sign(log)
     candidates = [_of_entry(match) for match in of_entries(log, root)]
-    if loading := weight_names.of_loading(log):
-        place = loading.places[0].line or 0
-        covers = frozenset(weight_names.ENTRIES_OF_NAMES)
-        explains = Explains.FIRST if root and root.first <= place <= root.end else Explains.WARNING
-        candidates.append(Candidate(loading, explains, Specificity.KIND, place, covers))
     if root is None and not any(each.explains < Explains.WARNING for each in candidates):
         root = out_of_memory.last_words(log)
     is_prose = root is None or not (root.exception or root.frames or is_error(root.error_text))

@@ -1,8 +1,4 @@
-"""Why the names of weights in a checkpoint and a model differ, from the two sets of names.
-
-They come from a failure, or from what transformers reports about a model that it has loaded: up to release 4 two
-warnings with lists of names, from 5 on one table ("LOAD REPORT"), in which `layers.{0...27}` stands for several layers.
-"""
+"""Why the names of weights in a checkpoint and a model differ, from the two sets of names in a failure."""
 
 from __future__ import annotations
 
@@ -14,9 +10,8 @@ from typing import NamedTuple
 
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
-from reshard.runs.doctor.text.log import Log, LogLine, Traceback
+from reshard.runs.doctor.text.log import Log, Traceback
 
 _LIST = r"(?P<names>[^\n]*)"
 _MISSING = re.compile(
@@ -83,8 +78,6 @@ MAX_NAMES = 60
 """Maximum names of each list that are compared."""
 MODEL_MISSING_FROM = 5
 """Number of missing names, including the first layer's, from which the complete model is missing."""
-MAX_VARIANT_PARTS = 2
-"""Most parts that another variant of a model's layer has, or lacks."""
 LEAST_AGREEMENT = 0.5
 """The share of the shorter list that must agree."""
 
@@ -179,8 +172,6 @@ def _of_parts(names: NameLists) -> NamesClass:
         return "experts", {}
     if missing and unexpected:
         return "other-model", {}
-    if part := _part_of_layers(names):
-        return part
     if len(missing) >= MODEL_MISSING_FROM and any(_LAYER.search(name) and ".0." in name for name in missing):
         return "none", {}
     parts = Counter(name.split(".")[0] for name in names.missing or names.unexpected)
@@ -246,107 +237,3 @@ def _deeper(names: NameLists) -> NamesClass | None:
         return None  # a part that only some layers have
     values = {"first": min(indices), "last": max(indices)}
     return ("layers-of-file" if names.unexpected else "layers-of-model"), values
-
-
-def _part_of_layers(names: NameLists) -> NamesClass | None:
-    """The class if the file lacks one or two parts of several layers, the first among them."""
-    hits = [hit for name in names.one_side if (hit := _LAYER.search(name))]
-    layers = {hit["index"] for hit in hits}
-    parts = Counter(hit.string[hit.end() :] for hit in hits)
-    is_part = (
-        "0" in layers
-        and len(layers) > 1
-        and len(parts) <= MAX_VARIANT_PARTS
-        and len(hits) >= len(names.missing) - 1
-    )
-    if names.unexpected or not is_part:
-        return None
-    return "part-of-model", {"parts": ", ".join(part for part, _ in parts.most_common())}
-
-
-ENTRIES_OF_NAMES = ("hf-newly-initialized", "hf-lm-head-untied")
-"""The catalogue's entries for what transformers says while it loads, of which `of_loading` tells the case."""
-_PATH = r"(?P<path>[^\s:]{1,300}(?::[^\s:]{1,300})?)"
-_QUOTED = r"[\[{][^\]\n]{1,4000}"
-_REPORTS = (
-    re.compile(
-        rf"Some weights of (?P<model>\w{{1,100}}) were not initialized from the model checkpoint at {_PATH}"
-        rf" and are newly initialized: (?P<missing>{_QUOTED})"
-    ),
-    re.compile(
-        rf"Some weights of the model checkpoint at {_PATH} were not used when initializing (?P<model>\w{{1,100}}):"
-        rf" (?P<unexpected>{_QUOTED})"
-    ),
-    re.compile(rf"(?P<model>\w{{1,100}}) LOAD REPORT from: {_PATH}"),
-)
-_ROW = re.compile(
-    r"(?P<name>[\w.]{1,200}(?:\{[\d, .]{1,100}\}[\w.]{1,200}){0,3})\s{0,200}\|\s?(?P<status>MISSING|UNEXPECTED)"
-)
-_SEVERAL = re.compile(r"\{(\d[\d, .]{0,100})\}")
-_HEAD = re.compile(
-    r"(?:score|classifier|pre_classifier|qa_outputs|v_head|value_head|pooler|regression_head|classification_head"
-    r"|cls|mc_head|summary|logits_proj|sequence_summary)\b.{0,80}|.{0,120}\.pooler\..{0,60}"
-)
-
-
-class _Loaded(NamedTuple):
-    """What transformers says of one model, and the first line about it."""
-
-    model: str
-    path: str
-    line: LogLine
-    names: NameLists
-
-    @property
-    def is_head(self) -> bool:
-        """Whether the model only has another head than the file."""
-        new, unused = self.names
-        others = (name for name in unused if not name.startswith("lm_head."))
-        return bool(new) and all(map(_HEAD.fullmatch, new)) and all(map(_HEAD.fullmatch, others))
-
-
-def of_loading(log: Log) -> Finding | None:
-    """The finding for what transformers said while it loaded models; None if only the output head is missing.
-
-    That case is the catalogue's. Of several models, the first that lost something counts.
-    """
-    lacking = [each for each in _loaded(log) if not set(each.names.missing) <= {"lm_head.weight"}]
-    if not lacking:
-        return None
-    loaded = next((each for each in lacking if not each.is_head), lacking[0])
-    place = Location.of(log.name, loaded.line.number, loaded.line.text)
-    if loaded.is_head:
-        texts = {"model": loaded.model, "path": loaded.path, "names": ", ".join(loaded.names.missing[:4])}
-        return rules.finding("head-is-new", [place], texts)
-    kind, values = class_of(loaded.names)
-    return rules.finding(
-        f"names-{kind}", [place], {**_example_names(loaded.names), **values}, severity="warning"
-    )
-
-
-def _loaded(log: Log) -> list[_Loaded]:
-    """The models that transformers says something about, in their order."""
-    by_path: dict[str, _Loaded] = {}
-    path = ""
-    for line in log.lines:
-        hit = next((hit for pattern in _REPORTS if (hit := pattern.search(line.text))), None)
-        row = _ROW.search(line.text) if path and hit is None else None
-        if hit:
-            path = hit["path"]
-            names = by_path.setdefault(path, _Loaded(hit["model"], path, line, NameLists([], []))).names
-            names.missing.extend(_IN_QUOTES.findall(hit.groupdict().get("missing") or ""))
-            names.unexpected.extend(_IN_QUOTES.findall(hit.groupdict().get("unexpected") or ""))
-        elif row:
-            names = by_path[path].names
-            side = names.missing if row["status"] == "MISSING" else names.unexpected
-            side.extend(_expanded(row["name"]))
-    return list(by_path.values())
-
-
-def _expanded(name: str) -> list[str]:
-    """The names that a row of the table stands for: of each layer in braces, of the first and last of a range."""
-    several = _SEVERAL.search(name)
-    if several is None:
-        return [name]
-    after = _SEVERAL.sub(lambda match: match[1].split(",")[0].split(".")[0], name[several.end() :])
-    return [name[: several.start()] + each + after for each in re.findall(r"\d+", several[1])]
