@@ -159,23 +159,14 @@ def _instead(known: KnownName, failure: Traceback) -> Text:
     """What to write, or which package to update, instead of returning to an old release."""
     package, missing = known.table.package, known.missing
     target = f"{missing.owner}:{missing.name}" if missing.kind in NAME_KINDS else ""
-    is_seen = bool(failure.frames or known.instead)
-    importer = _package_of(asker(failure)) if is_seen else _who_dropped(target)
+    importer = _package_of(asker(failure))
     if importer and importer != package:
         own = table(importer)
         new = own.dropped(target) if own and target else None
-        phrase = "update-importer" if failure.frames else "update-if-importer"
-        return phrase_text(phrase if new else "fits", importer=importer, version=new)
+        return phrase_text("update-importer" if new else "fits", importer=importer, version=new)
     if known.instead:
         return phrase_text("write-instead", new=known.instead)
     return phrase_text("go-back-file" if re.match(r"\w+Config\(", str(known.spelling)) else "go-back")
-
-
-def _who_dropped(target: str) -> str | None:
-    """The only package that imported `module:name` and no longer does, for a log that does not show the caller."""
-    packages = packages_with(PACKAGE_ROOTS, target) if target else []
-    asking = [own.package for own in tables(packages) if own.dropped(target)]
-    return asking[0] if len(asking) == 1 else None
 
 
 def _of_replaced(known: KnownName, version: Version | None) -> ApiRule | None:
