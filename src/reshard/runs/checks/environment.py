@@ -69,7 +69,6 @@ class Environment:
     gpus: list[Gpu]
     driver: str | None
     variables: Mapping[str, str]
-    home: Path = field(default_factory=Path.home)
     requires: dict[str, list[str]] = field(default_factory=dict)
     cuda: str | None = None
     nccl: str | None = None

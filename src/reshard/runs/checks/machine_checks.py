@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
 
-from reshard.base.plain_yaml import yaml_of
 from reshard.runs.checks import rules
 from reshard.runs.checks.environment import Environment, look_around, unmet
 from reshard.runs.checks.finding import Finding
@@ -108,30 +105,6 @@ def launched_processes(env: Environment) -> Iterator[Finding]:
     if local.isdecimal():
         place = Location("environment", None, f"LOCAL_WORLD_SIZE={local}, GPU × {gpus}")
         yield from more_processes_than_gpus(int(local), gpus, place)
-
-
-@environment_check
-def stray_accelerate_config(env: Environment) -> Iterator[Finding]:
-    """`accelerate launch` without --config_file silently uses the default config."""
-    cache = env.variables.get("HF_HOME") or str(env.home / ".cache/huggingface")
-    path = Path(cache) / "accelerate/default_config.yaml"
-    if not path.is_file():
-        return
-    try:
-        chosen = _choices(yaml_of(path.read_bytes()))
-    except (ValueError, OSError) as error:
-        wrong = " ".join(str(error).split())
-        yield _finding("env-accelerate-config-unreadable", wrong, {"path": path, "wrong": wrong})
-    else:
-        yield _finding("env-accelerate-default-config", f"{path}: {chosen}", {"path": path, "chosen": chosen})
-
-
-def _choices(content: Any) -> str:
-    """What a config of accelerate enables."""
-    if not isinstance(content, dict):
-        raise ValueError(f"found {type(content).__name__}, expected keys with values")
-    keys = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu")
-    return ", ".join(f"{key}: {content[key]}" for key in keys if key in content) or "{}"
 
 
 LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}

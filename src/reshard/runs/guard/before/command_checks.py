@@ -237,16 +237,10 @@ CONCERNS: Mapping[str, Callable[[TrainingCommand, str], bool]] = {
     "env-accelerate-fsdp2-lora": lambda command, text: bool(
         re.search("fsdp", text, re.IGNORECASE) and re.search("lora|peft", text, re.IGNORECASE)
     ),
-    "env-accelerate-default-config": lambda command, text: _reads_default(command),
-    "env-accelerate-config-unreadable": lambda command, text: _reads_default(command),
     "env-trl-transformers": lambda command, text: "trl" in text,
     "env-small-shm": lambda command, text: command.processes > 1,
 }
 """When a finding about the environment concerns a command; the others always do."""
-
-
-def _reads_default(command: TrainingCommand) -> bool:
-    return command.launcher in ("accelerate", "axolotl", "trl") and command.setting("config_file") is None
 
 
 # -------------------------------------------------------------------------------------------------- unchecked
