@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from reshard.runs.doctor.text.line_prefixes import TRACEBACK_START, Prefixes, cleaned
-from reshard.runs.doctor.text.wrapped_lines import rejoined
 
 FIRST_LINES = 5_000
 """Lines at the beginning that are all kept: most logs are not longer."""
@@ -37,12 +36,9 @@ _ENDS = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
 
 
 def thinned(lines: Iterable[str]) -> Iterator[tuple[int, str, str]]:
-    """The lines of a log to analyse: numbers from 1, names in their prefixes, and text without prefixes.
-
-    Those that a terminal wrapped are one line, with the number of its first part.
-    """
+    """The lines of a log to analyse: numbers from 1, names in their prefixes, and text without prefixes."""
     thinner = _Thinner()
-    for number, line in rejoined(lines):
+    for number, line in enumerate(lines, 1):
         thinner.add(number, line)
     return thinner.result()
 
