@@ -56,24 +56,9 @@ TRAPS = {
         "config-zero3-gather",
         '"stage3_gather_16bit_weights_on_model_save": true',
     ),
-    "both precisions": (
-        ZERO % (2, ',\n  "fp16": {\n    "enabled": true\n  },\n  "bf16": {\n    "enabled": true\n  }'),
-        "config-two-precisions",
-        '"enabled": false',
-    ),
-    "a product": (
-        '{"zero_optimization": {"stage": 2},\n"train_batch_size": 30,\n"train_micro_batch_size_per_gpu": 4}',
-        "config-batch-product",
-        '"train_batch_size": 32,',
-    ),
     "removed": ("output_dir: o\nmax_seq_length: 4096\n", "script-removed-keyword", "max_length: 4096"),
     "gone": ("output_dir: o\nmax_prompt_length: 512\n", "script-removed-keyword", "# max_prompt_length: 512"),
     "spread": ("output_dir: o\ndevice_map: auto\n", "script-device-map", "device_map: null"),
-    "two precisions of a run": (
-        "output_dir: o\nbf16: true\nfp16: true\n",
-        "config-two-precisions",
-        "fp16: false",
-    ),
     "unknown key": (
         f"{SFT}finetuning_type: lora\ncut_off_len: 2048\n",
         "config-unknown-key",
@@ -146,7 +131,6 @@ def test_a_sound_config_has_no_finding(tmp_path: Path, case: str) -> None:
     ("content", "fixed"),
     [
         ("distributed_type: MULTI_GPU\nmixed_precision: bf16\n", "mixed_precision: fp16"),
-        (f"{SFT}finetuning_type: lora\nflash_attn: fa2\n", "flash_attn: sdpa"),
     ],
 )
 def test_what_the_gpus_of_this_machine_lack(

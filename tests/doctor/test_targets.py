@@ -130,16 +130,6 @@ def test_a_key_that_stands_twice(tmp_path: Path) -> None:
         assert found.code == "config-repeated-key" and "bf16" in found.rule.en and found.places[0].line == 4
 
 
-def test_json_with_comments_is_diagnosed_and_told_of(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(
-        '{\n  // "//" here\n  "zero_optimization": {"stage": 3}, /* last */\n  "url": "http://x"  # end\n,}\n'
-    )
-    found = {finding.code: finding for finding in reshard.doctor(path)}
-    assert found.keys() == {"config-json-comments", "config-zero3-gather"}
-    assert found["config-zero3-gather"].places[0].line == 3
-
-
 def test_what_is_merged_from_an_anchor_has_its_line(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("base: &b\n  learning_rate: 1.0e-5\n  output_dir: o\n  device_map: auto\n<<: *b\n")

@@ -15,7 +15,7 @@ from reshard.runs.checks.environment import find_gpus
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.config_keys import ConfigKeys
 from reshard.runs.checks.history.versions_in_use import Versions, read_from
-from reshard.runs.checks.location import Launch, Location
+from reshard.runs.checks.location import Launch
 from reshard.runs.checks.other_releases import of_other_release
 from reshard.runs.checks.precision import without_bf16
 from reshard.runs.checks.script_device_maps import spread_model
@@ -50,7 +50,7 @@ def check_config(
     """
     config = replace(read_config(path), installed=installed)
     program = _program(config.content)
-    checks = (_text, *CONFIG_CHECKS.get(program, ()))
+    checks = (_repeated_keys, *CONFIG_CHECKS.get(program, ()))
     findings = [each for check in checks for each in check(config)]
     if program == "trl" or (launch and not launch.is_alone):
         findings += _spread_models(config, launch)
@@ -80,13 +80,11 @@ def _program(given: Mapping[str, Any]) -> str:
     return "ms-swift" if names & SWIFT_KEYS else ""
 
 
-def _text(config: ConfigText) -> Iterator[Finding]:
-    """Syntax on which readers of YAML and JSON disagree."""
+def _repeated_keys(config: ConfigText) -> Iterator[Finding]:
+    """Keys that stand twice, of which readers of YAML and JSON keep another one."""
     if config.repeated:
         places = [config.place(key) for key in config.repeated]
         yield rules.finding("config-repeated-key", places, {"keys": ", ".join(config.repeated)})
-    if config.is_lenient:
-        yield rules.finding("config-json-comments", [Location(config.path)])
 
 
 # ------------------------------------------------------------------------------------------------- accelerate
@@ -142,36 +140,7 @@ def _gathering(config: ConfigText) -> Iterator[Finding]:
         )
 
 
-def _precisions(config: ConfigText) -> Iterator[Finding]:
-    """Both 16-bit precisions: `fp16: true`, or `"fp16": {"enabled": true}`."""
-    half, brain = (
-        f"{name}.enabled" if isinstance(config.get(name), Mapping) else name for name in ("fp16", "bf16")
-    )
-    on = [key.partition(".")[0] for key in (half, brain) if truth(config.get(key))]
-    if len(on) > 1:
-        places = [config.changed(half, False), config.place(brain)]
-        yield rules.finding("config-two-precisions", places, {"first": on[0], "second": on[1]})
-
-
-def _batch(config: ConfigText) -> Iterator[Finding]:
-    """The three batch sizes, of which one is the product of the others and the number of processes."""
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    total, micro, steps = (config.get(key) for key in keys)
-    steps = 1 if steps is None else steps
-    if not all(isinstance(value, int) and value > 0 for value in (total, micro, steps)):
-        return
-    if total % (micro * steps):
-        better = -(-total // (micro * steps)) * micro * steps
-        values = {"total": total, "micro": micro, "steps": steps}
-        yield rules.finding("config-batch-product", [config.changed("train_batch_size", better)], values)
-
-
 # ------------------------------------------------------------------------------------- LLaMA-Factory and TRL
-
-
-def _flash_attention(config: ConfigText) -> Iterator[Finding]:
-    if config.get("flash_attn") == "fa2":
-        yield from without_bf16(find_gpus()[0], config.changed("flash_attn", "sdpa"))
 
 
 def _spread_models(config: ConfigText, launch: Launch | None) -> Iterator[Finding]:
@@ -183,9 +152,7 @@ def _spread_models(config: ConfigText, launch: Launch | None) -> Iterator[Findin
 
 CONFIG_CHECKS: dict[str, tuple[Callable[[ConfigText], Iterator[Finding]], ...]] = {
     "accelerate": (_accelerate, _fsdp),
-    "deepspeed": (_gathering, _precisions, _batch),
-    "llamafactory": (_flash_attention, _precisions),
-    "trl": (_precisions,),
+    "deepspeed": (_gathering,),
 }
 """By the program that reads the config."""
 

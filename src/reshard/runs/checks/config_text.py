@@ -48,8 +48,6 @@ class ConfigText:
     content: Any
     spots: dict[str, _Spot]
     repeated: list[str] = field(default_factory=list)
-    is_lenient: bool = False
-    """Whether it is JSON with comments or trailing commas."""
     installed: Mapping[str, str] | None = None
     """The packages of the Python that reads it; None if that is this one."""
 
@@ -103,7 +101,7 @@ def read_config(path: str) -> ConfigText:
     """Parse a config: as JSON by its suffix, else as YAML. Raises ReshardError with the line of the error."""
     try:
         text = decoded(Sources().read(as_path(path), JSON_MOST)).removeprefix("\ufeff")
-        content, is_lenient = _json(text) if _is_json(path) else (yaml.load(text, Loader=_Loader), False)
+        content = json.loads(text) if _is_json(path) else yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
         raise _unreadable(path, error) from None
     if not isinstance(content, Mapping):
@@ -117,12 +115,11 @@ def read_config(path: str) -> ConfigText:
         )
     root = None
     with suppress(yaml.YAMLError):  # JSON that is not YAML
-        plain = _COMMENT.sub(_blank, text) if is_lenient else text
-        root = yaml.compose(plain.replace("\t", " "), Loader=_Loader)
+        root = yaml.compose(text.replace("\t", " "), Loader=_Loader)
     every = list(_spots(root, ""))
     repeated = [name for name, count in Counter(name for name, _ in every).items() if count > 1]
     spots = {**dict(_merged(root, "")), **dict(every)}
-    return ConfigText(path, text.splitlines(), content, spots, repeated, is_lenient)
+    return ConfigText(path, text.splitlines(), content, spots, repeated)
 
 
 def _unreadable(path: str, error: Exception) -> ReshardError:
@@ -136,26 +133,6 @@ def _unreadable(path: str, error: Exception) -> ReshardError:
         found=getattr(error, "problem", None) or getattr(error, "msg", None) or str(error),
         remedy="indent with spaces: YAML does not allow tabs" if has_tabs else "fix its syntax first",
     )
-
-
-_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"?|(?P<comment>//[^\n]*|/\*.*?(?:\*/|\Z)|#[^\n]*)', re.DOTALL)
-_TRAILING = re.compile(r'"(?:[^"\\\n]|\\.)*"?|(?P<comma>,)(?=\s*[}\]])')
-
-
-def _json(text: str) -> tuple[Any, bool]:
-    """The content of JSON, and whether only a lenient parser accepts it: with comments or trailing commas."""
-    try:
-        return json.loads(text), False
-    except ValueError:
-        plain = _TRAILING.sub(lambda match: "" if match["comma"] else match[0], _COMMENT.sub(_blank, text))
-        with suppress(ValueError):
-            return json.loads(plain), True
-        raise
-
-
-def _blank(match: re.Match[str]) -> str:
-    """Spaces that replace a comment, so that positions do not change."""
-    return re.sub(r"[^\n]", " ", match[0]) if match["comment"] else match[0]
 
 
 def _merged(node: Any, prefix: str) -> Iterator[tuple[str, _Spot]]:
