@@ -283,27 +283,6 @@ def test_what_the_table_calls_gone_is_gone(package: str) -> None:
 # ---------------------------------------------------------------------------------- scripts and configs
 
 
-def test_a_pin_beside_a_script_counts_more_than_what_is_installed(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("from trl import GRPOTrainer\n")
-    assert reshard.doctor(script) == []
-    (tmp_path / "requirements.txt").write_text("trl==0.12.2  # old\n")
-    found = first(script)
-    assert (found.code, found.certainty) == ("script-name-later", "sure")
-    assert "'trl>=0.14.0'" in found.remedy.en
-    assert any("requirements.txt pins trl to 0.12.2" in each.en for each in found.evidence)
-
-
-def test_the_metadata_of_a_script_pin_too(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        '# /// script\n# dependencies = ["trl==0.9.6"]\n# ///\n'
-        'from trl import SFTConfig\nSFTConfig("o", padding_free=True)\n'
-    )
-    found = first(script)
-    assert (found.code, found.places[0].line) == ("script-name-later", 5)
-
-
 def test_who_is_prepared_for_several_versions_is_not_accused(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

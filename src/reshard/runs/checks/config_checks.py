@@ -162,7 +162,7 @@ CONFIG_CHECKS: dict[str, tuple[Callable[[ConfigText], Iterator[Finding]], ...]] 
 
 def _keys(config: ConfigText, program: str) -> Iterator[Finding]:
     """Keys that the program does not read: of another release, or misspelled."""
-    versions = Versions.for_file(config.path, installed=config.installed)
+    versions = Versions(config.installed)
     keys = ConfigKeys(program, versions)
     if keys.table is None:
         return

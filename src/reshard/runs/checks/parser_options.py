@@ -33,7 +33,7 @@ def check_options(
     options: Mapping[str, Location], source: Script | None, tool: str, installed: Mapping[str, str] | None
 ) -> Iterator[Finding]:
     """Options of other releases: by the name of each, its place. They are those of a script, or of a tool."""
-    versions = Versions({}, installed)
+    versions = Versions(installed)
     keys: KnownKeys | None = ConfigKeys(tool, versions) if tool in SCHEMAS else _of_script(source, versions)
     if keys is None:
         return

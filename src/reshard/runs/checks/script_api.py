@@ -27,7 +27,7 @@ def names_of_other_releases(source: Script, _: Launch | None) -> Iterator[Findin
     names = imported_names(source.tree)
     if not names and not source.calls:
         return
-    versions = Versions.for_file(source.path, source.text, source.installed)
+    versions = Versions(source.installed)
     places: dict[tuple[str, str], ast.stmt | ast.expr] = {}
     for node, module, name in (*_imported(source.tree), *_read(source.tree, names)):
         places.setdefault((module, name), node)

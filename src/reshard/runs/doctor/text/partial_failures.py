@@ -75,17 +75,7 @@ def loose_failure(lines: Sequence[LogLine]) -> Traceback | None:
     """
     after = after_progress(lines)
     searches = (_in_one_line, _cut_off, _exit_status, _joined, _unnamed, last_words)
-    failure = next((failure for search in searches if (failure := search(after))), None)
-    return failure and _with_frames(_below_title(failure, after), lines)
-
-
-def _below_title(failure: Traceback, lines: Sequence[LogLine]) -> Traceback:
-    """The same failure further below, if a text has it with its frames, and first repeats it as its title."""
-    if failure.frames or not failure.exception or failure.first != lines[0].number:
-        return failure
-    title = failure.error_text.split("\n")[0]
-    again = _in_one_line([line for line in lines if line.number > failure.last])
-    return again if again and again.frames and again.error_text.split("\n")[0] == title else failure
+    return next((failure for search in searches if (failure := search(after))), None)
 
 
 def _in_one_line(lines: Sequence[LogLine]) -> Traceback | None:
@@ -198,15 +188,3 @@ def _unnamed(lines: Sequence[LogLine]) -> Traceback | None:
 def _at(line: LogLine, exception: str, message: str, frames: Sequence[str] = ()) -> Traceback:
     """A failure in one line."""
     return Traceback(line.stream, line.number, line.number, line.number, exception, message, list(frames))
-
-
-def _with_frames(failure: Traceback, lines: Sequence[LogLine]) -> Traceback:
-    """A failure that a user wrote above its traceback, as a title, with the frames below."""
-    below = [line for line in lines if line.number > failure.end]
-    start = next((at for at, line in enumerate(below) if TRACEBACK_START in line.text), None)
-    if failure.frames or not failure.exception or failure.exception == CUT_OFF_TRACEBACK or start is None:
-        return failure
-    rest = below[start:]
-    failure.frames = [frame for line in rest if (frame := frame_of(line.text))]
-    failure.source = source_of(list(rest))
-    return failure
