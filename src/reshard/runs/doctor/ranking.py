@@ -128,7 +128,7 @@ RECOGNISERS: Mapping[Specificity, set[Recogniser]] = {
         weight_names.of_names,
         of_dtypes,
     },
-    Specificity.KIND: {of_packages, of_module, of_pair, rank_mismatches.of_hang},
+    Specificity.KIND: {of_packages, of_module, of_pair},
     Specificity.UNKNOWN: {of_unknown, of_unseen, of_setting},
 }
 """The recognisers, by how closely what they find fits."""

@@ -10,7 +10,6 @@ from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.phrases import phrase_text
-from reshard.runs.doctor.text.free_text import describes_hang
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.run_details import ABSENT_RANKS, MAX_WORLD_SIZE
 
@@ -150,9 +149,3 @@ def compared(log: Log) -> list[Text]:
     sizes = "-sizes" * (len({kind.operation for kind in kinds}) == 1)
     by_kind = "; ".join(f"{kind}: rank {ranks[kind]}" for kind in kinds)
     return [phrase_text(f"ranks-diverged{sizes}", number=first, shown=by_kind)]
-
-
-def of_hang(root: Traceback, log: Log) -> Finding | None:
-    """The finding for a hang in somebody's own words; None if there is a log of it, or an exception."""
-    is_described = not root.exception and describes_hang(log.lines)
-    return rules.finding("hang-described") if is_described else None

@@ -13,8 +13,6 @@ MAX_PASTED_LINES = 6
 """Maximum lines of a text that is only a message, not a log."""
 LAST_LINES = 3
 """Lines at the end of a log in which any wording of a failure counts."""
-EDGE_LINES = 3
-"""Lines before and after a log in which people say what happens."""
 _FAILS = re.compile(
     r"""\b(?i:errors?|failed|failure|failing|fatal|abort(?:ed|ing)|crash(?:ed)?|denied|refused|unrecognized
         |giving\ up|cannot|can['’]?t|could\ not|couldn['’]?t|unable\ to|not\ found|no\ such|not\ supported
@@ -52,28 +50,6 @@ _DENIES = re.compile(
     r"\b(?i:not|no|only|must|requires?|required|unexpected|unhandled|mixed|nan|timeout|exception|throwing)\b|n['’]t\b"
 )
 """Words of most messages of failures, and of many harmless ones."""
-_HANGS = re.compile(
-    r"卡住|卡死|卡在|挂起|不动了|一直不动|没有反应|无响应"
-    r"|\b(?i:(?:hangs?|hung|hanging|stuck|frozen|freezes|freezing)\b(?! up))|\bno progress\b"
-)
-"""Words of people, not of programs, for a run that neither goes on nor fails."""
-_PERSON = re.compile(
-    r"\b(?:I|[Mm]y|[Ww]e|forever)\b|\b[Ii]t (?:\w+ ){0,2}(?:hangs|hung|stuck|freezes|frozen)\b|[\u4e00-\u9fff]"
-)
-_PROGRAM = re.compile(r"\b(?:INFO|DEBUG|(?i:warn(?:ing)?))\b")
-
-
-def describes_hang(lines: Sequence[LogLine]) -> bool:
-    """Whether the lines are a few words about a run that hangs, or a log between such words."""
-    sentences = [line for line in lines if line.text.strip()]
-    if len(sentences) <= MAX_PASTED_LINES:
-        return any(_HANGS.search(line.text) for line in sentences)
-    return any(_tells_of_hang(line.text) for line in (*sentences[:EDGE_LINES], *sentences[-EDGE_LINES:]))
-
-
-def _tells_of_hang(text: str) -> bool:
-    """Whether a person says in this line that a run hangs."""
-    return bool(_HANGS.search(text) and _PERSON.search(text) and not _PROGRAM.search(text))
 
 
 def last_words(lines: Sequence[LogLine]) -> Traceback | None:
@@ -81,12 +57,8 @@ def last_words(lines: Sequence[LogLine]) -> Traceback | None:
     sentences = [line for line in lines if line.text.strip()]
     is_pasted = len(sentences) <= MAX_PASTED_LINES
     if not is_pasted:
-        sentences = [
-            *(each for each in sentences[:EDGE_LINES] if _tells_of_hang(each.text)),
-            *sentences[-LAST_LINES:],
-        ]
-    hangs = describes_hang(lines)
-    fails = [each for each in sentences if reports_failure(each.text) or (hangs and _HANGS.search(each.text))]
+        sentences = sentences[-LAST_LINES:]
+    fails = [each for each in sentences if reports_failure(each.text)]
     fails = [each for each in fails if not is_question(each.text)] or (
         _lines_of_question(sentences) if is_pasted else []
     )

@@ -27,11 +27,9 @@ from reshard.runs.doctor.text.tracebacks import (
     LogLine,
     Traceback,
     asserted,
-    at_the_asker,
     end_of_message,
     frame_of,
     source_of,
-    unwrapped,
 )
 
 EXIT_STATUS = "exit"
@@ -103,7 +101,7 @@ def _failure(lines: Sequence[LogLine], at: int, error: ErrorMessage) -> Tracebac
     last = rest[end - 1].number
     failure = Traceback(lines[at].stream, start, lines[at].number, last, name, message, frames)
     failure.source = source_of(before[first:])
-    return unwrapped(at_the_asker(failure, before[first:]))
+    return failure
 
 
 _NUMBERED = re.compile(r"-{1,}> ?\d+ |\d+ |\[?(?:File )?/?[\w./<>-]+\]?(?:\.py|>|:\d+)\S{0,40},? in ")

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from reshard.runs.doctor.text.line_prefixes import TRACEBACK_START
-from reshard.runs.doctor.text.python_messages import message_kind
 
 
 class LogLine(NamedTuple):
@@ -145,38 +144,8 @@ def _traceback(lines: list[LogLine], start: int) -> tuple[Traceback | None, int]
             first, last, ended = lines[start].number, lines[at].number, lines[end - 1].number
             traceback = Traceback(lines[start].stream, first, last, ended, raised[1], message, frames)
             traceback.source = source_of(lines[start + 1 : at])
-            return unwrapped(at_the_asker(traceback, lines[start + 1 : at])), end
+            return traceback, end
     return None, len(lines)
-
-
-_GETTER = re.compile(r"torch/nn/modules/module\.py:\d+ __getattr__$")
-
-
-def at_the_asker(failure: Traceback, lines: list[LogLine]) -> Traceback:
-    """The failure without torch's `__getattr__`, which raises it for the line that asked for the attribute."""
-    if len(failure.frames) > 1 and _GETTER.search(failure.frames[-1].replace("\\", "/")):
-        at = max(at for at, line in enumerate(lines) if frame_of(line.text) == failure.frames[-1])
-        failure.frames, failure.source = failure.frames[:-1], source_of(lines[:at])
-    return failure
-
-
-_BECAUSE = re.compile(
-    r"because of the following error \(look up to see its traceback\):\n(?P<inner>(?:.|\n)+)"
-)
-
-
-def unwrapped(failure: Traceback) -> Traceback:
-    """The failure that a lazy import wraps into its own, with its original name; others unchanged."""
-    message = failure.message
-    while match := _BECAUSE.search(message):
-        message = match["inner"]
-    if message != failure.message:
-        named = _RAISED.match(message.split("\n")[0])
-        if kind := message_kind(message):
-            failure.exception, failure.message = kind, message
-        elif named and named[2]:
-            failure.exception, failure.message = named[1], named[2]
-    return failure
 
 
 def source_of(lines: list[LogLine]) -> str:
