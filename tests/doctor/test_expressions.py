@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from reshard.runs.doctor.causes.gpus_and_ports import GPU_COUNT_FLAG
 from reshard.runs.doctor.causes.message_rules import message_rules
 from reshard.runs.doctor.entries.catalogue_entry import catalogue
 from reshard.runs.doctor.remedy_spelling import tool_patterns
@@ -128,9 +127,7 @@ def expressions() -> Iterator[tuple[str, re.Pattern[str], str]]:
     for rule in message_rules():
         for pattern in (rule.pattern, rule.needs, rule.unless):
             yield rule.code, re.compile(pattern, re.ASCII), "search"
-    for path, pattern in patterns_in(
-        "data", {**tool_patterns(), "typed": re.compile(GPU_COUNT_FLAG.format(8))}
-    ):
+    for path, pattern in patterns_in("data", tool_patterns()):
         yield path, pattern, "search"
 
 

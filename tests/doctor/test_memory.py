@@ -101,34 +101,3 @@ def test_a_host_that_has_too_little_is_told_what_was_requested() -> None:
     )
     found = diagnose_text("log", run.stderr)
     assert found[0].code == "short-host-memory" and "728 TiB requested" in found[0].rule.en
-
-
-ALIKE = {
-    "torch.distributed.DistNetworkError: The server socket has failed to bind to [::]:23456 (errno: 98 - Address "
-    "already in use).": "port-in-use",
-    "OSError: [Errno 98] Address already in use": "port-in-use",
-    "RuntimeError: Address already in use": "short-port",
-    "RuntimeError: CUDA error: invalid device ordinal": "cuda-invalid-ordinal",
-    "torch.distributed.DistBackendError: NCCL error, invalid usage. Last error:\nDuplicate GPU detected : rank 1 and "
-    "rank 0 both on CUDA device 1000": "dup-gpu",
-}
-COMMANDS = {
-    "torchrun --nproc_per_node=4 train.py --local_rank 0 --config a.yaml": "--local_rank 0",
-    "python -m torch.distributed.launch --nproc_per_node 2 \\\n    train.py \\\n    --local-rank=0": "--local-rank=0",
-    "torchrun --nproc_per_node=4 train.py --config a.yaml": None,
-    "torchrun --local_rank 0 train.py": None,
-    "[2026-01-01] cmd = python -u train.py --local_rank=0": None,
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("said", ALIKE)
-def test_a_local_rank_in_the_command_is_told_first(said: str, command: str) -> None:
-    frames = (
-        'Traceback (most recent call last):\n  File "/home/user/train.py", line 4, in <module>\n    main()'
-    )
-    found = diagnose_text("log", f"$ {command}\n{frames}\n{said}")[0]
-    typed = COMMANDS[command]
-    assert found.code == ALIKE[said]
-    assert ("instead of args.local_rank" in found.remedy.en) == (typed is not None)
-    assert typed is None or found.remedy.en.startswith(f"The command passes `{typed}`")

@@ -16,7 +16,6 @@ from reshard.runs.checks.location import Location
 from reshard.runs.checks.rules import covered_by
 from reshard.runs.doctor.causes import (
     divisibility,
-    gpus_and_ports,
     out_of_memory,
     rank_mismatches,
     shape_mismatches,
@@ -29,7 +28,6 @@ from reshard.runs.doctor.causes.dtype_errors import of_dtypes
 from reshard.runs.doctor.causes.fatal_signals import of_exit
 from reshard.runs.doctor.causes.import_errors import of_module, of_pair, of_symbol
 from reshard.runs.doctor.causes.message_rules import of_message
-from reshard.runs.doctor.causes.missing_programs import of_program
 from reshard.runs.doctor.causes.package_requirements import of_packages, of_requirement, of_resolver
 from reshard.runs.doctor.causes.shadowed_packages import of_shadow
 from reshard.runs.doctor.causes.unknown_arguments import of_arguments
@@ -110,14 +108,12 @@ RECOGNISERS: Mapping[Specificity, set[Recogniser]] = {
     Specificity.NUMBERS: {
         shape_mismatches.of_shapes,
         out_of_memory.of_memory,
-        gpus_and_ports.of_devices,
         rank_mismatches.of_absent,
         rank_mismatches.of_ssh,
         divisibility.of_divisors,
         of_arguments,
         of_exit,
         of_message,
-        of_program,
     },
     Specificity.HISTORY: {
         of_failure,

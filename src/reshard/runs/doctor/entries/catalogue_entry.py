@@ -50,7 +50,7 @@ class CatalogueEntry:
     described: tuple[re.Pattern[str], ...] = ()
     certainty: str = "sure"
     analysis: str = ""
-    """What is computed besides, by its name in `analyses.py`."""
+    """What is computed besides: "ranks" compares the collectives of the ranks."""
 
     @cached_property
     def needs(self) -> tuple[re.Pattern[str], ...]:

@@ -16,7 +16,7 @@ from reshard.base.languages import Text
 from reshard.runs.checks.finding import CERTAINTIES, Finding
 from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
-from reshard.runs.doctor.entries.analyses import ANALYSES
+from reshard.runs.doctor.causes.rank_mismatches import compared
 from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogue
 from reshard.runs.doctor.text.first_failure import is_in, live_lines, living, which_is_first
 from reshard.runs.doctor.text.free_text import is_by_person
@@ -95,10 +95,9 @@ def _entry_match(
         signs = _signs(entry, context, log)
         evidence += signs
         is_distinguished = bool(signs) or any(_distinguishes(pattern, context) for pattern in entry.needs)
-    added = ANALYSES[entry.analysis](log, root)
+    evidence += compared(log) if entry.analysis == "ranks" else []
     cure = _cure(entry, root.error_text if root and is_at_root else line.text)
-    remedy = Text.lines([added.first_step, cure]) if added.first_step else cure
-    finding = _finding(entry, line, log, remedy, entry.certainty, (*evidence, *added.evidence))
+    finding = _finding(entry, line, log, cure, entry.certainty, tuple(evidence))
     return EntryMatch(entry, line, is_at_root, is_distinguished, finding)
 
 
