@@ -45,7 +45,7 @@ def schema() -> dict[str, Any]:
 
 def test_the_schema_is_one_and_describes_every_key(schema: dict[str, Any]) -> None:
     Draft202012Validator.check_schema(schema)
-    assert set(schema["required"]) == set(schema["properties"]) - {"analysis", "certainty", "described"}
+    assert set(schema["required"]) == set(schema["properties"]) - {"analysis", "certainty"}
     assert all(key["description"] for key in schema["properties"].values())
 
 

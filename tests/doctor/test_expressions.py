@@ -120,9 +120,7 @@ def expressions() -> Iterator[tuple[str, re.Pattern[str], str]]:
                 yield path, pattern, method_of(module, name)
         yield from written_in(module)
     for entry in catalogue().values():
-        for path, pattern in patterns_in(
-            entry.id, [entry.patterns, entry.needs, entry.unless, entry.hints, entry.described]
-        ):
+        for path, pattern in patterns_in(entry.id, [entry.patterns, entry.needs, entry.unless, entry.hints]):
             yield path, pattern, "search"
     for rule in message_rules():
         for pattern in (rule.pattern, rule.needs, rule.unless):

@@ -31,9 +31,7 @@ from reshard.runs.doctor.causes.message_rules import of_message
 from reshard.runs.doctor.causes.package_requirements import of_packages, of_requirement, of_resolver
 from reshard.runs.doctor.causes.shadowed_packages import of_shadow
 from reshard.runs.doctor.causes.unknown_arguments import of_arguments
-from reshard.runs.doctor.entries.matching import EntryMatch, of_description, of_entries
-from reshard.runs.doctor.text.ended_well import ended_well
-from reshard.runs.doctor.text.error_lines import is_error
+from reshard.runs.doctor.entries.matching import EntryMatch, of_entries
 from reshard.runs.doctor.text.first_failure import first_sign
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import EXIT_STATUS, is_consequence, is_launchers
@@ -141,10 +139,6 @@ def candidates_of(log: Log) -> list[Candidate]:
     candidates = [_of_entry(match) for match in of_entries(log, root)]
     if root is None and not any(each.explains < Explains.WARNING for each in candidates):
         root = out_of_memory.last_words(log)
-    is_prose = root is None or not (root.exception or root.frames or is_error(root.error_text))
-    if is_prose and not candidates and not ended_well(log.lines) and (described := of_description(log)):
-        line = described.places[0].line or 0
-        candidates.append(Candidate(described, Explains.FIRST, Specificity.MESSAGE, line))
     return [*candidates, *(_of_failure(root, log) if root else ())]
 
 

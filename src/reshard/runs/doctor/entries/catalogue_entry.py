@@ -29,8 +29,7 @@ class CatalogueEntry:
 
     Any of `patterns` makes the entry a candidate; all of `needs` and none of `unless` must match as well; each of
     `hints` increases its certainty, up to `certainty`. `versions` are the affected ones, as PEP 440 specifiers by
-    package. `described` are words in which people tell of it without a line of its log. What candidates alone are asked
-    for is compiled when it is.
+    package. What candidates alone are asked for is compiled when it is.
     """
 
     id: str
@@ -47,7 +46,6 @@ class CatalogueEntry:
     sources: tuple[str, ...]
     excerpt: str
     excerpt_from: str
-    described: tuple[re.Pattern[str], ...] = ()
     certainty: str = "sure"
     analysis: str = ""
     """What is computed besides: "ranks" compares the collectives of the ranks."""
@@ -112,7 +110,6 @@ def _entry(path: Path) -> CatalogueEntry:
             sources=tuple(raw["sources"]),
             excerpt=raw["excerpt"],
             excerpt_from=raw["excerpt_from"],
-            described=_patterns(raw.get("described", [])),
             certainty=raw.get("certainty", "sure"),
             analysis=raw.get("analysis", ""),
         )

@@ -19,7 +19,6 @@ from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.causes.rank_mismatches import compared
 from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogue
 from reshard.runs.doctor.text.first_failure import is_in, live_lines, living, which_is_first
-from reshard.runs.doctor.text.free_text import is_by_person
 from reshard.runs.doctor.text.log import Log, LogLine, Traceback
 
 FATAL = ("error", "hang")
@@ -41,24 +40,6 @@ def of_entries(log: Log, root: Traceback | None) -> list[EntryMatch]:
     for match in matches:
         by_failure.setdefault(_failure(match.line, failures), []).append(match)
     return [_judged(match, by_failure[_failure(match.line, failures)], root) for match in matches]
-
-
-MAX_DESCRIPTION = 60
-"""Maximum lines of a person's description of a run: longer texts are logs."""
-
-
-def of_description(log: Log) -> Finding | None:
-    """The entry that a person describes without a line of its log; None for logs."""
-    lines = [line for line in log.lines if line.text.strip()]
-    title_and_question = [lines[0].text, lines[-1].text] if lines else []
-    if len(lines) > MAX_DESCRIPTION or not any(map(is_by_person, title_and_question)):
-        return None
-    text = "\n".join(line.text for line in lines)
-    described = (
-        entry for entry in catalogue().values() if any(each.search(text) for each in entry.described)
-    )
-    entry = next(described, None)
-    return _finding(entry, lines[0], log, entry.cure, "possible") if entry else None
 
 
 @dataclass(frozen=True)

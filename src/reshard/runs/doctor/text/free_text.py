@@ -90,14 +90,6 @@ def is_contrast(text: str) -> bool:
     return bool(_CONTRAST.search(text))
 
 
-_BY_PERSON = re.compile(r"\b(?:I|[Mm]y|[Ww]e|BUG|[Bb]ug|[Ii]ssue|seems?)\b|[?？]\s*$|[\u4e00-\u9fff]{4}")
-
-
-def is_by_person(text: str) -> bool:
-    """Whether a person, and no program, seems to have written a line."""
-    return bool(_BY_PERSON.search(text))
-
-
 def is_question(text: str) -> bool:
     """Whether a person asks about a run in this line: it is no failure of the run."""
     return bool(_QUESTION.search(text))
