@@ -1,4 +1,4 @@
-"""What changed of a name between two releases, for programs; and how a release spells a parameter."""
+"""What changed of a name between two releases, for programs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import json
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.runs.checks.history import call_parameters, release_diff
-from reshard.runs.checks.history.call_parameters import spelling_of
+from reshard.runs.checks.history import release_diff
 from reshard.runs.checks.history.release_diff import changes
 
 
-@pytest.mark.parametrize("module", [release_diff, call_parameters])
-def test_the_examples_are_true(module: object) -> None:
-    result = doctest.testmod(module)
+def test_the_examples_are_true() -> None:
+    result = doctest.testmod(release_diff)
     assert result.attempted and not result.failed
 
 
@@ -71,11 +69,3 @@ def test_an_attribute_of_a_class_that_was_replaced_went_with_it() -> None:
 def test_a_version_that_is_none_is_refused() -> None:
     with pytest.raises(ReshardError, match="`before` is no release of trl"):
         changes("trl", "SFTTrainer", "new")
-
-
-@pytest.mark.parametrize("parameter", ["torch_dtype", "dtype"])
-def test_a_cure_spells_a_parameter_as_the_release_does(parameter: str) -> None:
-    assert spelling_of(parameter, {"transformers": "4.55.4"}) == "torch_dtype"
-    assert spelling_of(parameter, {"transformers": "4.56.0"}) == "dtype"
-    assert spelling_of(parameter, {}) == parameter
-    assert spelling_of("learning_rate", {"transformers": "4.55.4"}) == "learning_rate"

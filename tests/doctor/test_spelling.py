@@ -163,11 +163,6 @@ def of_log(gpu: str, release: str) -> str:
     return diagnose_text("log", f"{gpu}\ntransformers {release}\n{said}")[0].remedy.en
 
 
-def test_a_cure_is_spelled_for_the_release_of_the_log() -> None:
-    assert "`torch_dtype=torch.float32`" in of_log("A100", "4.53.3")
-    assert "`dtype=torch.float32`" in of_log("A100", "4.57.0")
-
-
 def test_a_cure_advises_no_bfloat16_for_a_gpu_without_it() -> None:
     assert "bf16" in of_log("NVIDIA A100-SXM4-80GB", "4.57.0")
     assert "bf16" not in of_log("Tesla V100-SXM2-32GB", "4.57.0")

@@ -53,6 +53,5 @@ def findings_in(log: Log, usage: RunTools | None = None) -> list[Finding]:
     """The findings of a log, the first cause first. `usage` is extended by what the log shows about the run."""
     usage = usage or RunTools()
     usage.see(log.text)
-    usage.versions |= {name: version for name, version in log.versions.items() if name not in usage.versions}
     usage.gpu = usage.gpu or log.gpu
     return spelled(causes_in(log), usage)

@@ -16,7 +16,6 @@ from typing import Any
 from reshard.base.data_files import read_data
 from reshard.base.languages import Text
 from reshard.runs.checks.finding import Finding
-from reshard.runs.checks.history.call_parameters import spelling_of
 from reshard.runs.checks.precision import has_bfloat16
 
 USUAL_TOOL = "script"
@@ -35,12 +34,11 @@ _BF16 = re.compile(r"\bbf16['\"]?\s*[=:]\s*['\"]?[Tt]rue|--bf16\b(?! (?:[Ff]alse
 
 @dataclass
 class RunTools:
-    """What was run, by the texts about it: the tools by precedence, releases, a GPU, and whether in float16."""
+    """What was run, by the texts about it: the tools by precedence, a GPU, and whether in float16."""
 
     found: set[str] = field(default_factory=set)
     fp16: bool = False
     bf16: bool = False
-    versions: dict[str, str] = field(default_factory=dict)
     gpu: str | None = None
     texts: dict[str, str] = field(default_factory=dict)
     """The scripts and configs that were given, by their path."""
@@ -84,8 +82,7 @@ class RunTools:
                 tool, setting.get("key") if tool_settings()["tools"][tool].get("trainer") else None
             )
             if spelling is not None:
-                key = spelling_of(setting["parameter"], self.versions) if "parameter" in setting else ""
-                return _written(tool, spelling.replace("{key}", key), given)
+                return _written(tool, spelling, given)
         raise KeyError(name)
 
 

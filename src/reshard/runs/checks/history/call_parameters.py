@@ -1,13 +1,9 @@
-"""Whether a release accepts a parameter of a class or function, bases in other packages included; how it spells one."""
+"""Whether a release accepts a parameter of a class or function, bases in other packages included."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-
-from packaging.version import InvalidVersion, Version
 
 from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, ApiTable, table
 from reshard.runs.checks.history.release_ranges import Bounds
@@ -72,33 +68,3 @@ def _with_bases(own: ApiTable, function: str) -> Iterator[tuple[ApiTable, str]]:
     for marked in own.marked(function):
         if base := base_of(marked):
             yield from _with_bases(*base)
-
-
-def spelling_of(parameter: str, versions: Mapping[str, str], package: str = "transformers") -> str:
-    """A parameter as the release of a package in use spells it, given its old or its new name.
-
-    It is returned as it is if the version of the package is unknown, or if the package never renamed it.
-
-    >>> spelling_of("dtype", {"transformers": "4.55.2"}), spelling_of("dtype", {"transformers": "5.0.0"})
-    ('torch_dtype', 'dtype')
-    """
-    own = table(package) if package in versions else None
-    with suppress(InvalidVersion):
-        version = Version(versions.get(package, ""))
-        pairs = own.renames.items() if own else ()
-        for old, new in (pair for pair in pairs if parameter in pair):
-            first = _first_with(package, old, new)
-            if first:
-                return new if version >= first else old
-    return parameter
-
-
-@cache
-def _first_with(package: str, old: str, new: str) -> Version | None:
-    """The first release in which a function that took the old parameter takes the new one."""
-    own = table(package)
-    if own is None:
-        return None
-    both = [function for function in own.raw["functions"] if own.own_parameter(function, old).there]
-    firsts = [min(there) for function in both if (there := own.own_parameter(function, new).there)]
-    return Version(own.versions[min(firsts)]) if firsts and min(firsts) > 0 else None

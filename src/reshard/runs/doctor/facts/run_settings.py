@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from reshard.base.errors import ReshardError
 from reshard.runs.checks.command.options import options_in
 from reshard.runs.checks.config_text import read_config
 from reshard.runs.checks.location import CONFIG_SUFFIXES, SHELL_SUFFIXES
-from reshard.runs.checks.script import NOT_PYTHON
 from reshard.runs.doctor.text.log import Log, LogLine
 from reshard.runs.doctor.text.run_details import LOGGED_PACKAGES, command_in
 from reshard.runs.doctor.text.text_files import ELLIPSIS
@@ -107,7 +105,7 @@ MAX_VALUE = 200
 
 
 def settings_in(texts: Mapping[str, str]) -> Iterator[Fact]:
-    """The values in configs, in shell scripts, and of keywords in Python scripts, if they are no mappings and short."""
+    """The values in configs and in shell scripts, if they are no mappings and short."""
     for file, text in texts.items():
         for name, value, line in _settings_of(file, text):
             parts = value if isinstance(value, list) else [value]
@@ -117,9 +115,7 @@ def settings_in(texts: Mapping[str, str]) -> Iterator[Fact]:
 
 
 def _settings_of(file: str, text: str) -> Iterator[tuple[str, object, int]]:
-    if file.endswith(".py"):
-        yield from _of_python(text)
-    elif file.endswith(SHELL_SUFFIXES):
+    if file.endswith(SHELL_SUFFIXES):
         yield from _of_shell(text)
     elif file.endswith(CONFIG_SUFFIXES):
         yield from _of_config(file)
@@ -145,23 +141,3 @@ def _of_shell(text: str) -> Iterator[tuple[str, object, int]]:
     for number, line in enumerate(text.splitlines(), 1):
         if match := _ASSIGNED.match(line):
             yield match["name"], match["value"], number
-
-
-def _of_python(text: str) -> Iterator[tuple[str, object, int]]:
-    """The keywords of calls, as `function(keyword)`, and the names that are set, if a constant stands there."""
-    try:
-        nodes = list(ast.walk(ast.parse(text)))
-    except NOT_PYTHON:
-        return
-    for node in nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            yield from ((ast.unparse(each), node.value.value, node.lineno) for each in node.targets)
-        elif isinstance(node, ast.Call):
-            yield from _keywords(node)
-
-
-def _keywords(call: ast.Call) -> Iterator[tuple[str, object, int]]:
-    first = f"{call.args[0].value!r}, " if call.args and isinstance(call.args[0], ast.Constant) else ""
-    for each in call.keywords:
-        if each.arg and isinstance(each.value, ast.Constant):
-            yield f"{ast.unparse(call.func)}({first}{each.arg})", each.value.value, each.value.lineno
