@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.foreign_text import clipped, printable_line
@@ -117,47 +117,23 @@ def _lacks(problem: Problem) -> bool:
     return problem.code in (NO_CONFIG, NO_TOKENIZER)
 
 
-class MissingPart(NamedTuple):
-    """A file that should be next to the weights, and the flags that replace it."""
-
-    name: Text
-    is_missing: bool
-    flags: str
-
-    @property
-    def shows(self) -> Text:
-        return phrase_text(
-            "part-missing" if self.is_missing else "part-there", name=self.name, flags=self.flags
-        )
-
-
 def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
-    """Which of weights, config, tokenizer and tracker are there, and how to supply the others."""
-    checkpoint = inspection.checkpoint
-    parts = list(_parts(inspection))
-    lost = [part.name for part in parts if part.is_missing]
+    """Which of config, tokenizer and tracker are not beside the weights, and how to supply them."""
+    lacking = {problem.code for problem in inspection.problems}
+    lost = [Text.same("config.json")] if NO_CONFIG in lacking else []
+    lost += [phrase_text("part-tokenizer")] if NO_TOKENIZER in lacking else []
+    lost += [Text.same(iterations.TRACKER)] if _lacks_tracker(inspection.checkpoint.path) else []
     if lost:
-        what = ", ".join(filter(None, (checkpoint.format, str(checkpoint.layout))))
-        weights = phrase_text("part-weights", count=len(checkpoint.tensors), what=what)
         values = {
             "missing": Text(", ".join(part.en for part in lost), "、".join(part.zh for part in lost)),
             "command": inspection.next or f"reshard inspect {path}",
-            "shows": Text.lines([weights, *(part.shows for part in parts)]),
         }
         yield rules.finding("checkpoint-lacks", [Location(str(path))], values)
 
 
-def _parts(inspection: Inspection) -> Iterator[MissingPart]:
-    lacking = {problem.code for problem in inspection.problems}
-    checkpoint = inspection.checkpoint
-    is_there = (checkpoint.description.folder / "config.json").is_file()
-    if is_there or NO_CONFIG in lacking:  # otherwise the checkpoint itself tells what it would contain
-        yield MissingPart(Text.same("config.json"), not is_there, "--base DIR")
-    yield MissingPart(phrase_text("part-tokenizer"), NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
-    if iterations.is_iteration(checkpoint.path):
-        tracker = iterations.root_of(checkpoint.path) / iterations.TRACKER
-        flags = f"--iteration {checkpoint.iteration}"
-        yield MissingPart(Text.same(iterations.TRACKER), not tracker.is_file(), flags)
+def _lacks_tracker(path: Path) -> bool:
+    """Whether this is an iteration of a Megatron run without the file that names the last one."""
+    return iterations.is_iteration(path) and not (iterations.root_of(path) / iterations.TRACKER).is_file()
 
 
 def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
