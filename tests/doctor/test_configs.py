@@ -21,11 +21,6 @@ TRAPS = {
         "sharded-save-model",
         "fsdp_state_dict_type: FULL_STATE_DICT",
     ),
-    "machines": (
-        "distributed_type: MULTI_GPU\nnum_machines: 3\nnum_processes: 8  # all\n",
-        "config-processes-machines",
-        "num_processes: 9  # all",
-    ),
     "FSDP1 options at 2": (
         f"{FSDP}  fsdp_version: 2\n  fsdp_use_orig_params: true\n",
         "config-fsdp-versions",

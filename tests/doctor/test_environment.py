@@ -76,10 +76,6 @@ BROKEN = {
     ),
     "CPU build": ({"gpus": [A100], "driver": "570.1", "cuda": ""}, "env-torch-without-cuda"),
     "Docker": ({"shm": 64 << 20}, "env-small-shm"),
-    "flash-attn": (
-        {"versions": {"torch": "2.7.1", "flash-attn": "2.7.4.post1+cu12torch2.6cxx11abiFALSE"}},
-        "env-flash-attn-torch",
-    ),
 }
 
 
@@ -104,7 +100,6 @@ def test_volta_has_no_kernels_in_cuda_13() -> None:
         {"versions": {"transformers": "4.54.0"}},
         {"gpus": [A100] * 8, "driver": "525.60.13", "cuda": "12.8", "shm": 16 << 30},
         {"gpus": [Gpu("B200", 10.0, 0)], "driver": "580.65.06", "cuda": "13.0"},
-        {"versions": {"torch": "2.6.0+cu124", "flash-attn": "2.7.4.post1+cu12torch2.6cxx11abiFALSE"}},
         {"variables": {"WORLD_SIZE": "8", "SLURM_PROCID": "3"}},
         {"gpus": [A100], "variables": {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1", "RANK": "0"}},
     ],

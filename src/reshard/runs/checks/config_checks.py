@@ -100,11 +100,6 @@ def _accelerate(config: ConfigText) -> Iterator[Finding]:
     if config.get("fsdp_config.fsdp_state_dict_type") == "SHARDED_STATE_DICT":
         where = config.changed("fsdp_config.fsdp_state_dict_type", "FULL_STATE_DICT")
         yield rules.finding("sharded-save-model", [where], severity="warning", certainty="possible")
-    processes, machines = config.get("num_processes"), config.get("num_machines")
-    if isinstance(processes, int) and isinstance(machines, int) and machines > 0 and processes % machines:
-        better = -(-processes // machines) * machines
-        counts = {"processes": processes, "machines": machines}
-        yield rules.finding("config-processes-machines", [config.changed("num_processes", better)], counts)
     if config.get("mixed_precision") == "bf16":
         yield from without_bf16(find_gpus()[0], config.changed("mixed_precision", "fp16"))
 

@@ -161,13 +161,3 @@ def small_shared_memory(env: Environment) -> Iterator[Finding]:
     """Docker provides 64 MiB of /dev/shm; NCCL and the workers of data loaders exchange tensors through it."""
     if env.shm is not None and env.shm < LEAST_SHARED_MEMORY:
         yield _finding("env-small-shm", f"/dev/shm: {env.shm >> 20} MiB", {"size": env.shm >> 20})
-
-
-@environment_check
-def flash_attention_of_another_torch(env: Environment) -> Iterator[Finding]:
-    """The version of a flash-attn wheel names the torch for which it was compiled."""
-    built = re.search(r"torch(\d+\.\d+)", env.versions.get("flash-attn", ""))
-    torch = env.versions.get("torch", "")
-    if built and torch and not torch.startswith(f"{built[1]}."):
-        shows = f"flash-attn {env.versions['flash-attn']}, torch {torch}"
-        yield _finding("env-flash-attn-torch", shows, {"built": built[1], "torch": torch})

@@ -31,7 +31,6 @@ from reshard.runs.doctor.causes.missing_names import (
     is_shadowed,
     missing_in,
 )
-from reshard.runs.doctor.causes.pip_commands import with_interpreter
 from reshard.runs.doctor.frame_packages import asker, update_of
 from reshard.runs.doctor.text.log import Log, Traceback
 
@@ -58,7 +57,7 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
             finding = rules.finding(
                 answer.rule, [place], answer.values, certainty=answer.certainty, evidence=proof
             )
-            return replace(finding, remedy=with_interpreter(answer.remedy or finding.remedy, log))
+            return replace(finding, remedy=answer.remedy or finding.remedy)
         failure = failure.before
     return None
 

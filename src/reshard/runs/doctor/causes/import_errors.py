@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import replace
 
 from reshard.base.foreign_text import clipped
 from reshard.base.languages import Text
@@ -12,7 +11,7 @@ from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT
 from reshard.runs.checks.phrases import phrase_text
-from reshard.runs.doctor.causes.pip_commands import installed_for, with_interpreter
+from reshard.runs.doctor.causes.pip_commands import installed_for
 from reshard.runs.doctor.frame_packages import INSTALLED_PATH, package_of
 from reshard.runs.doctor.text.log import Log, Traceback
 
@@ -33,20 +32,19 @@ def of_module(root: Traceback, log: Log) -> Finding | None:
         return None
     package = match["package"]
     if match["module"] == package or package in _SHARED:
-        return _without_package(package, root, log)
+        return _without_package(package, root)
     own = imports_itself(root, log) or (root.frames and _owner(root.frames[-1]) == package)
     values = {**match.groupdict(), "distribution": PACKAGE_OF_ROOT.get(package, package)}
     identifier = "package-without-part" if own else "submodule-missing"
     return rules.finding(identifier, values=values)
 
 
-def _without_package(package: str, root: Traceback, log: Log) -> Finding:
+def _without_package(package: str, root: Traceback) -> Finding:
     """The finding for a package that is not there: likely if the code that asked for it is known."""
     evidence = [phrase_text("asked-by", frame=root.frames[-1])] if root.frames else []
     values = {"package": package, "install": installed_for(package)}
     certainty = "likely" if evidence else "possible"
-    finding = rules.finding("module-not-found", values=values, certainty=certainty, evidence=evidence)
-    return replace(finding, remedy=with_interpreter(finding.remedy, log))
+    return rules.finding("module-not-found", values=values, certainty=certainty, evidence=evidence)
 
 
 _RELATIVE = re.compile(r"^\s*from \.[\w.]* import\b")

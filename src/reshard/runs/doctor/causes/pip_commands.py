@@ -1,4 +1,4 @@
-"""How a package is installed: what pip calls it, and by which interpreter."""
+"""How a package is installed: what pip calls it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from reshard.base.data_files import read_data
-from reshard.base.languages import Text
-from reshard.runs.doctor.text.log import Log
 
 
 def installed_for(module: str) -> str:
@@ -27,20 +25,3 @@ def imported_from(package: str) -> str:
 def _modules() -> dict[str, str]:
     content: dict[str, str] = read_data(Path(__file__).with_name("modules.yaml"))
     return content
-
-
-_INTERPRETER = re.compile(r"(?<![\w./~+-])(?:[\w./~+-]*/bin/python[\d.]*)(?![\w/])")
-_ENVIRONMENT = re.compile(r"(?<![\w./~+-])([\w./~+-]*)/lib/python[\d.]+/(?:site|dist)-packages/")
-
-
-def with_interpreter(cure: Text, log: Log) -> Text:
-    """A remedy with the last interpreter in a log: a launcher prints the one of its workers."""
-    named = _INTERPRETER.findall(log.text) or [
-        f"{prefix}/bin/python" for prefix in _ENVIRONMENT.findall(log.text)
-    ]
-    of_environments = [each for each in named if "/.local/" not in each]  # there are a user's packages only
-    if not of_environments:
-        return cure
-    return Text(
-        *(re.sub(r"\bpython(?= -(?:m pip|c)\b)", of_environments[-1], text) for text in (cure.en, cure.zh))
-    )

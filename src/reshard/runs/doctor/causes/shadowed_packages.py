@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from reshard.base.languages import Text
 from reshard.runs.checks import rules
@@ -11,7 +10,6 @@ from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import table_of
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.causes.missing_names import QUOTE, imported_in, is_shadowed
-from reshard.runs.doctor.causes.pip_commands import with_interpreter
 from reshard.runs.doctor.text.log import Log, Traceback
 
 _MODULE = re.compile(rf"(?:from|module) {QUOTE}(?P<module>\w+){QUOTE}")
@@ -24,8 +22,7 @@ def of_shadow(root: Traceback, log: Log) -> Finding | None:
     if match is None or folder is None:
         return None
     values = {"module": match["module"], "folder": folder}
-    finding = rules.finding("folder-for-package", values=values)
-    return replace(finding, remedy=with_interpreter(finding.remedy, log))
+    return rules.finding("folder-for-package", values=values)
 
 
 def _shadow(module: str, root: Traceback) -> Text | None:
