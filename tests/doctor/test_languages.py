@@ -82,7 +82,7 @@ def test_findings_of_logs() -> None:
     found = [
         each for excerpt in excerpts.values() for each in diagnose_text("log", f"peft 0.17.0\n{excerpt}")
     ]
-    assert excerpts.keys() - {finding.code for finding in found} == {"hf-newly-initialized"}
+    assert excerpts.keys() <= {finding.code for finding in found}
     assert_chinese([finding for finding in found if finding.code in catalogue()])
 
 
@@ -94,9 +94,9 @@ def test_findings_of_the_head_failures() -> None:
 
 
 @pytest.mark.parametrize("case", test_environment.BROKEN)
-def test_findings_of_environments(tmp_path: Path, case: str) -> None:
+def test_findings_of_environments(case: str) -> None:
     changes, _ = test_environment.BROKEN[case]
-    assert_chinese(check_machine(test_environment.environment(tmp_path, **changes)))
+    assert_chinese(check_machine(test_environment.environment(**changes)))
 
 
 def test_findings_of_scripts(tmp_path: Path) -> None:
