@@ -126,7 +126,7 @@ def command(targets: tuple[str, ...], *, quiet: bool, json_output: bool, options
     options.check(targets)
     if options.list_all:
         _list(language, json_output)
-    elif options.explain:
+    elif options.explain is not None:
         _explain(options.explain, language, json_output)
     else:
         _diagnose(targets, options, quiet=quiet, json_output=json_output)
