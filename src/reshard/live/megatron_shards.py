@@ -16,7 +16,7 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem
 from reshard.families.sized_family import Model
-from reshard.formats.megatron.mcore import split_of
+from reshard.formats.megatron.mcore import refuse_undeclared, split_of
 from reshard.formats.megatron.rank_states import MegatronRank, RankStates
 from reshard.formats.sharding import Shard, Split
 from reshard.live.torch_modules import is_direct, raw_elements
@@ -33,6 +33,7 @@ def rank_states(
 ) -> RankStates:
     """The shards of all ranks, by the names of their live tensors. The vocabulary of `model` is padded."""
     tensors = list(native_tensors(logical, model.binding().native, OutputTypes(None)))
+    refuse_undeclared(tensor.name for tensor in tensors)
     split = split_of if transformer_engine else _split_by_local_spec
     return RankStates(tensors, model.args, layout, transformer_engine, split)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from reshard.algebra.layout import Layout, SavedLayout
+from reshard.base.errors import Problem, raise_all
 from reshard.containers.torchfiles.pickles import Opaque
 from reshard.formats.sharding import Split
 
@@ -28,7 +29,7 @@ FUSED_NORMS = {
     )
     for kind in ("weight", "bias")
 }
-"""Names below a layer that differ under Transformer Engine."""
+"""Names below a layer that differ under Transformer Engine. Of the linears with one norm, a layer has only one."""
 
 
 SPLITS = {
@@ -51,9 +52,32 @@ SPLITS = {
     "self_attention.A_log": Split(0),
     "self_attention.dt_bias": Split(0),
     **{f"weight.{part}": Split(0) for part in ("query", "key", "value", "z", "beta", "alpha")},
-    "self_attention.gate_proj.weight": Split(0),
+    "gate_proj.weight": Split(0),
 }
-"""By the last two components of a name; every other tensor is the same on all ranks."""
+"""By the last two components of a name: what tensor parallelism cuts. A weight must be here or in `WHOLE`."""
+
+WHOLE = {
+    *(f"{norm}.{kind}" for norm in ("input_layernorm", "pre_mlp_layernorm") for kind in ("weight", "bias")),
+    *(f"{norm}.{kind}" for norm in ("final_layernorm", "k_norm") for kind in ("weight", "bias")),
+    *(f"{each}_layernorm.weight" for each in ("q", "k", "kv", "post_attention", "post_feedforward")),
+    *("post_layernorm.weight", "post_mlp_layernorm.weight", "post_self_attn_layernorm.weight"),
+    *("q_norm.weight", "out_norm.weight", "enorm.weight", "hnorm.weight"),
+    *("linear_proj.bias", "linear_fc2.bias", "router.weight", "router.bias", "router.expert_bias"),
+    *("shared_experts.gate_weight", "linear_q_down_proj.weight", "linear_kv_down_proj.weight"),
+    *("linear_wq_b.weight", "linear_wk.weight", "linear_weights_proj.weight"),
+    # Mamba's are cut, but written only as torch_dist, which ranks load from whatever chunks there are.
+    *(
+        "final_norm.weight",
+        "in_proj.layer_norm_weight",
+        "norm.weight",
+        "mixer.A_log",
+        "mixer.D",
+        "mixer.dt_bias",
+    ),
+    *(f"{kind}.{part}" for kind in ("weight", "bias") for part in ("x", "B", "C")),
+    "weight.dt",
+}
+"""By the last two components of a name: what every rank has complete."""
 
 ADAPTER_SPLITS = {
     "linear_qkv.adapter.linear_in.weight": Split(0),
@@ -114,9 +138,28 @@ def split_of(name: str, gated: bool = True) -> Split | None:
     """
     if is_carried(name):
         return None
-    whole = SPLITS.get(".".join(name.rsplit(".", 2)[-2:]))
-    split = whole or ADAPTER_SPLITS.get(".".join(name.rsplit(".", 4)[-4:]))
+    split = SPLITS.get(tail(name, 2)) or ADAPTER_SPLITS.get(tail(name, 4))
     return split._replace(parts=1) if split and not gated else split
+
+
+def refuse_undeclared(names: Iterable[str]) -> None:
+    """Raise ReshardError for weights that are about to be written and are neither in `SPLITS` nor in `WHOLE`."""
+    raise_all(
+        Problem(
+            "megatron-split-undeclared",
+            "it is not declared whether ranks share this tensor or each have all of it",
+            tensor=name,
+            rule="SPLITS or WHOLE in formats/megatron/mcore.py has the end of each name that a family declares",
+            remedy="declare it there: see docs/add-a-family.md",
+        )
+        for name in names
+        if not is_carried(name) and not split_of(name) and tail(name, 2) not in WHOLE
+    )
+
+
+def tail(name: str, components: int) -> str:
+    """The last components of a name."""
+    return ".".join(name.rsplit(".", components)[-components:])
 
 
 def is_gated(args: Mapping[str, Any]) -> bool:
@@ -190,18 +233,18 @@ class LayerSpelling:
         self._latent = any("linear_kv_up_proj" in place.module for place in places)
         self.indexed = any("core_attention.indexer" in place.module for place in places)
         self._sparse = {place[1:3] for place in places if place.expert is not None}
-        self._delta = {place[1:3] for place in places if "self_attention.in_proj." in place.module}
+        self._linears = {(place[1:3], place.module.rpartition(".weight")[0]) for place in places}
 
     def module(self, module: str, layer: tuple[str, int | None]) -> str:
         """The name of a module below a `layer`, which is in the stack "decoder" or "mtp"."""
         prefix, inner = "", module
         if module.startswith("transformer_layer."):
             prefix, inner = "transformer_layer.", module.removeprefix("transformer_layer.")
-        other = "linear_qkv" if layer in self._delta else "in_proj"  # a layer has only one of them
-        for fused, plain in FUSED_NORMS.items():
-            if inner == plain and self._fuses(plain, layer) and other not in fused:
-                return prefix + fused
-        return module
+        fused = [prefix + each for each, plain in FUSED_NORMS.items() if plain == inner]
+        if not fused or not self._fuses(inner, layer):
+            return module
+        there = (each for each in fused if (layer, each.rpartition(".")[0]) in self._linears)
+        return next(there, fused[0])  # experts have none with this name, but local specs save the norm by it
 
     def _fuses(self, plain: str, layer: tuple[str, int | None]) -> bool:
         norm = plain.rpartition(".")[0]

@@ -16,7 +16,7 @@ from reshard.folders import iterations
 from reshard.folders.base_hints import RUN_CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.formats.contract import Request, Writing, stateless
-from reshard.formats.megatron.mcore import BELOW, padded_vocabulary
+from reshard.formats.megatron.mcore import BELOW, padded_vocabulary, refuse_undeclared
 from reshard.formats.megatron.optimizer_states import MegatronOptimizer, is_distributed, new_optimizer
 from reshard.formats.megatron.supported_layouts import check_layout, layout_notes
 from reshard.formats.megatron.writers import COMPUTED_BY, MODEL_TYPE
@@ -91,6 +91,7 @@ class MegatronWriting(Writing):
     """What all formats of Megatron-Core share: arguments, iteration, the converted optimizer, notes."""
 
     def __init__(self, request: Request) -> None:
+        refuse_undeclared(tensor.name for tensor in request.tensors)
         super().__init__(_without_needless_masters(request))
 
     @cached_property
