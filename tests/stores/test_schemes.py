@@ -54,7 +54,7 @@ def test_the_page_of_stores_has_them_all() -> None:
     assert {scheme for scheme, written in rows.items() if written == "yes"} == WRITABLE
 
 
-@pytest.mark.parametrize("scheme", [scheme for kind in TYPED for scheme in kind.kind.schemes])
+@pytest.mark.parametrize("scheme", [*(scheme for kind in TYPED for scheme in kind.kind.schemes), "new-store"])
 def test_messages_hide_the_secrets_of_each(scheme: str) -> None:
     for secret in (
         f"{scheme}://key:geheim@host/model",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.base.schemes import AZURE, BUCKETS, HUB, WEB
+from reshard.base.schemes import AZURE, BUCKETS, HUB, IMAGES, WEB
 
 _HIDDEN = re.compile(
     r"[\x00-\x1f\x7f-\x9f"  # C0 and C1, which contain ESC and the one-byte CSI
@@ -30,12 +30,13 @@ _USER = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _UNENDED = re.compile(
-    rf"((?:{'|'.join((*WEB, *BUCKETS, *AZURE, *HUB))})"
-    r"""(?::/+|//+)(?!arn:)[^\s/@"'<>:?#\[]{1,100})           # what precedes a colon
+    rf"((?:(?<![a-z0-9+.-])(?!(?:{'|'.join(IMAGES)}):)[a-z][a-z0-9+.-]{{0,19}}://"
+    rf"|(?:{'|'.join((*WEB, *BUCKETS, *AZURE, *HUB))})(?::/+|//+))"
+    r"""(?!arn:)[^\s/@"'<>:?#\[]{1,100})           # what precedes a colon
     :(?!\d{1,5}(?![\w%])|port\b|[${*\[%\\])[^\s/"'<>?#]+  # and what cannot be a port""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""A user with a password whose @ is missing."""
+"""A user with a password whose @ is missing: in any URL, and in a misspelled one of a store that is known here."""
 _QUERY = re.compile(r"""(?<![(\s])\?[\w.%[\]-]+=[^\s"'<>)]*|(?<=://)([^\s?"<>]{1,300})\?[^\s"'<>)]*""")
 
 

@@ -1,4 +1,4 @@
-"""Schemes of the URLs of stores. They are declared here because every message must hide the secrets in such URLs."""
+"""Schemes of URLs that messages treat specially. In those of any other scheme, all that may be a secret is hidden."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ AZURE = ("az", "abfs", "abfss")
 """An @ after the scheme separates container and account, and is no secret."""
 HUB = ("hf",)
 WEB = ("http", "https")
+IMAGES = ("docker", "oci")
+"""Images of containers: what follows the colon is a tag."""
 
 BUCKETS = (*S3, *GOOGLE_CLOUD, *ALIBABA_OSS)
 """Object stores, in whose URLs a colon or an @ before the first slash can only belong to credentials."""
