@@ -464,10 +464,23 @@ def renamed(rules: Iterable[Rule], names: Mapping[str, str]) -> Iterator[Rule]:
     A key that a name does not contain leaves it unchanged.
     """
     for rule in rules:
-        hub = rule.hf
-        for part, other in names.items():
-            hub = hub.replace(part, other, 1)
-        yield replace(rule, hf=hub)
+        yield replace(rule, hf=_replaced(rule.hf, names))
+
+
+def natively_renamed(rules: Iterable[Rule], names: Mapping[str, str]) -> Iterator[Rule]:
+    """The same for parts of the native names."""
+
+    def named(source: Any) -> Native:
+        return Native(_replaced(source.name, names), source.shape)
+
+    for rule in rules:
+        yield replace(rule, view=rule.view.renamed(named))
+
+
+def _replaced(name: str, parts: Mapping[str, str]) -> str:
+    for part, other in parts.items():
+        name = name.replace(part, other, 1)
+    return name
 
 
 def decoder(dims: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule]:

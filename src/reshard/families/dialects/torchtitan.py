@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from reshard.algebra.views import View, concat
 from reshard.families.dialect import Dialect
 from reshard.families.rules import (
     Block,
     Dims,
-    Native,
     Rule,
     latent_attention,
     layer_rules,
     native,
+    natively_renamed,
     outer_rules,
     renamed,
     same,
@@ -46,7 +45,7 @@ def qwen3(dims: Dims) -> Iterator[Rule]:
 
 def deepseek(dims: Dims) -> Iterator[Rule]:
     """DeepSeek-V3 and V2: latent attention, shared experts, and layers for multi-token prediction."""
-    block = [*_norms(dims), *_latent_attention(dims)]
+    block = [*_norms(dims), *natively_renamed(latent_attention(dims), _LATENT_NAMES)]
     sparse = [*block, *_experts(dims), *_shared(dims, "mlp.shared_experts")]
     if dims.router_bias:
         sparse.append(same("mlp.gate.e_score_correction_bias", "moe.expert_bias", dims.experts))
@@ -127,24 +126,17 @@ def _attention(dims: Dims, *, interleaved: bool = False) -> Block:
 
 
 _LATENT_NAMES = {
-    "linear_kv_down_proj": "wkv_a",
-    "kv_layernorm": "kv_norm",
-    "linear_kv_up_proj": "wkv_b",
-    "linear_proj": "wo",
-    "linear_q_proj": "qkv_linear.wq",
-    "linear_q_down_proj": "wq_a",
-    "q_layernorm": "q_norm",
-    "linear_q_up_proj": "wq_b",
+    "self_attention.": "attention.",
+    ".linear_kv_down_proj.": ".wkv_a.",
+    ".kv_layernorm.": ".kv_norm.",
+    ".linear_kv_up_proj.": ".wkv_b.",
+    ".linear_proj.": ".wo.",
+    ".linear_q_proj.": ".qkv_linear.wq.",
+    ".linear_q_down_proj.": ".wq_a.",
+    ".q_layernorm.": ".q_norm.",
+    ".linear_q_up_proj.": ".wq_b.",
 }
-"""The modules of latent attention, by Megatron-Core's names."""
-
-
-def _latent_attention(dims: Dims) -> Block:
-    def own(source: Any) -> Native:
-        module = source.name.split(".")[1]
-        return Native(f"attention.{_LATENT_NAMES[module]}.weight", source.shape)
-
-    return [replace(rule, view=rule.view.renamed(own)) for rule in latent_attention(dims)]
+"""Latent attention, by Megatron-Core's names."""
 
 
 def _halves(rows: View, heads: int) -> View:
