@@ -104,3 +104,14 @@ def test_rows_beyond_padding_are_dropped_if_they_are_zeros(
     for tokens, rows in ((290, 290), (289, 300)):
         reshard.convert(tmp_path / "mc", tmp_path / f"{tokens}", base=counting(model, tokens))
         assert tensors_of(tmp_path / f"{tokens}")[EMBEDDING].shape[0] == rows
+
+
+def test_an_embedding_with_another_name_is_named(hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    source = Path(shutil.copytree(hf_model("llama"), tmp_path / "source"))
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.embed_token.weight"] = tensors.pop(EMBEDDING)
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(ReshardError) as caught:
+        reshard.convert(source, tmp_path / "out", to="megatron")
+    (problem,) = caught.value.problems
+    assert (problem.tensor, problem.found) == (EMBEDDING, "model.embed_token.weight")

@@ -170,8 +170,14 @@ def renaming(
 def rule_of(
     hub: str | tuple[str, ...], own: str | tuple[str, ...], *operations: Operation, below: str = ""
 ) -> Renaming:
-    """A rule that makes a tool's `own` names of those of the Hub, for the names `below` a path."""
+    """A rule that makes a tool's `own` names of those of the Hub, for the names `below` a path.
+
+    Both are patterns and replacements at once, so they may have `^`, `*.`, one group, look-arounds and escapes alone.
+    Raises ValueError for a `$`, which a replacement would keep.
+    """
     before, after = ((each,) if isinstance(each, str) else each for each in (hub, own))
+    if ends := [each for each in (*before, *after) if "$" in _without_looks(each)]:
+        raise ValueError(f"{ends[0]}: use `begun` for the beginnings of names, which may be complete names")
     return Renaming(before, after, operations, (below,) if below else ())
 
 

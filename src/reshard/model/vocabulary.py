@@ -12,6 +12,7 @@ import numpy as np
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
+from reshard.base.suggest import closest
 from reshard.families import Family
 from reshard.families.sized_family import Model
 from reshard.formats.checkpoint import Checkpoint
@@ -59,11 +60,13 @@ def embedding(checkpoint: Checkpoint, family: Family | None = None) -> tuple[str
         wrapped = (prefix_problem(name, checkpoint.tensors, str(checkpoint.path)) for name in names)
         if problem := next(filter(None, wrapped), None):
             raise ReshardError(problem)
+    outside_layers = [each for each in checkpoint.tensors if not any(map(str.isdigit, each))]
     raise ReshardError(
         "embedding-missing",
         "a tensor is missing",
         tensor=names[0],
         file=str(checkpoint.path),
+        found=", ".join(closest(names[0], outside_layers)) or None,
         remedy="the checkpoint is incomplete: copy it again from where it was saved",
     )
 
