@@ -13,7 +13,8 @@ from reshard.stores.address import StoreKind
 from reshard.stores.bucket import not_writable
 from reshard.stores.file_info import FileInfo
 from reshard.stores.object_stores import AlibabaOss, ObjectStore, entry_of
-from reshard.stores.registry import STORES
+from reshard.stores.registry import STORES, is_writable
+from reshard.stores.store import Store
 
 ROOT = Path(__file__).parents[2]
 TYPED = [kind for kind in STORES if kind.kind.package]
@@ -27,6 +28,13 @@ def listed(text: str) -> set[str]:
 
 def test_the_error_lists_the_stores_that_can_be_written() -> None:
     assert listed(str(not_writable("https://host/model").problems[0].expected)) == WRITABLE
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_path_is_writable_on_this_machine_or_in_a_bucket(kind: type[Store]) -> None:
+    for scheme in kind.kind.schemes:
+        assert is_writable(f"{scheme}://somewhere/model") == issubclass(kind, ObjectStore)
+    assert is_writable("/somewhere/model")
 
 
 def test_each_has_an_extra_that_installs_its_package() -> None:

@@ -31,6 +31,7 @@ from reshard.model.logical_tensors import logical_tensors
 from reshard.model.model_heads import resolve_if_declared
 from reshard.model.recognition import describes_model
 from reshard.model.resolve import resolve
+from reshard.stores import is_writable
 from reshard.transfer.source_files import OnStep, Sources
 
 NO_CONFIG = "weights-without-config"
@@ -309,7 +310,7 @@ def _next_command(
     command = ["reshard", "convert", typeable(path.as_posix().rstrip("/") or "/")]
     root = iterations.root_of(path.with_suffix("") if path.is_file() else path)
     target = (root.resolve() if root.name in ("", "..") else root).as_posix().rstrip("/")
-    if target.startswith(("hf://", "http")):  # nothing can be written there
+    if not is_writable(target):
         target = root.name.partition("@")[0]
     target = typeable(target)
     if checkpoint.format == huggingface.NAME:

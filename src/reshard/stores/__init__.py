@@ -22,7 +22,7 @@ from reshard.stores.path import (
     typed_path,
 )
 from reshard.stores.read_ahead import fetch_ahead, fetch_heads
-from reshard.stores.registry import refresh
+from reshard.stores.registry import is_writable, refresh
 from reshard.stores.remote_file import CONNECTIONS, MAX_HEADS_BYTES, MAX_REQUEST_BYTES
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "fetch_heads",
     "homes_of",
     "is_remote",
+    "is_writable",
     "open_file",
     "realpath",
     "refresh",

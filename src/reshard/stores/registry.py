@@ -46,6 +46,11 @@ def is_url(text: str) -> bool:
     return bool(separator) and scheme in SCHEMES
 
 
+def is_writable(path: str) -> bool:
+    """Whether files can be written at a path on this machine, or at the URL of a store."""
+    return not is_url(path) or issubclass(store_class(path), ObjectStore)
+
+
 def store_class(url: str) -> type[Store]:
     """The kind of store that a URL names."""
     return SCHEMES[url.partition("://")[0]]
