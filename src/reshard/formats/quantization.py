@@ -249,9 +249,11 @@ def find(
         plain = not settings or all(tensor.dtype.name in PLAIN_DTYPES for tensor in tensors.values())
         return (None if plain else Quantization(settings, {})), []
     weights, problems = {}, {}
+    method = settings.get("quant_method") or None
     for name, parts in groups.items():
-        schemes = _schemes_with(frozenset(parts))
-        scheme = next((each for each in schemes if each.has(tensors[parts[each.values]].dtype)), None)
+        schemes = schemes_with(frozenset(parts))
+        fitting = (each for each in schemes if each.has(tensors[parts[each.values]].dtype))
+        scheme = min(fitting, key=lambda each: method not in each.methods, default=None)
         if scheme:
             weights[name] = QuantizedWeight(
                 scheme, parts[scheme.values], _bits(scheme, parts, tensors, settings)
@@ -296,7 +298,7 @@ def _grouped(tensors: Mapping[str, Tensor], *, told: bool) -> tuple[dict[str, di
 
 
 @cache
-def _schemes_with(roles: frozenset[str]) -> tuple[QuantizationScheme, ...]:
+def schemes_with(roles: frozenset[str]) -> tuple[QuantizationScheme, ...]:
     """The schemes in which a weight has parts of these roles."""
     return tuple(
         each

@@ -166,7 +166,7 @@ SCHEMES = (
         reads=("SCB", "weight_format"),
     ),
 )
-"""All known ways of storing quantized weights. The first that fits is used."""
+"""All known ways of storing quantized weights. Of those that fit, the config's method chooses, or else the order."""
 
 METHODS = {
     *(method for scheme in SCHEMES for method in scheme.methods),
