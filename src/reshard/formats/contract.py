@@ -319,7 +319,7 @@ class Format:
     """One format. `what` describes the files in one line; `target` is None for a read-only format.
 
     `aliases` are other names that users may type for it; `instead` is what to write instead of a read-only format.
-    `parts` are patterns for the names of files that belong to a checkpoint but are not read to open it.
+    `parts` are patterns for the names of files of a checkpoint, except weights and config.json.
     `files` are names in the folder of a checkpoint, for which a web server without listings is asked. `naming` are
     those of JSON files that name others beside them, each with the function that finds these in its content.
     `seen` are expressions for paths of such checkpoints in logs, by the names of the tools that write them. `judged`
