@@ -107,11 +107,12 @@ def test_all_are_cut_or_whole_and_nothing_else_is() -> None:
 
 
 def test_a_name_that_is_neither_is_refused() -> None:
-    renamed = "decoder.layers.0.self_attention.linear_qkv_fused.weight"
+    unknown = "self_attention.linear_nobodys.weight"
+    renamed = (f"decoder.layers.{layer}.{unknown}" for layer in range(2))
     with pytest.raises(ReshardError) as caught:
-        refuse_undeclared([*NAMES, renamed, "visual.anything.weight"])
+        refuse_undeclared([*NAMES, *renamed, "visual.anything.weight"])
     assert [(each.code, each.tensor) for each in caught.value.problems] == [
-        ("megatron-split-undeclared", renamed)
+        ("megatron-split-undeclared", unknown)
     ]
 
 

@@ -144,16 +144,20 @@ def split_of(name: str, gated: bool = True) -> Split | None:
 
 def refuse_undeclared(names: Iterable[str]) -> None:
     """Raise ReshardError for weights that are about to be written and are neither in `SPLITS` nor in `WHOLE`."""
+    undeclared = (
+        place_of(name).module
+        for name in names
+        if not is_carried(name) and not split_of(name) and tail(name, 2) not in WHOLE
+    )
     raise_all(
         Problem(
             "megatron-split-undeclared",
             "it is not declared whether ranks share this tensor or each have all of it",
-            tensor=name,
+            tensor=module,
             rule="SPLITS or WHOLE in formats/megatron/mcore.py has the end of each name that a family declares",
             remedy="declare it there: see docs/add-a-family.md",
         )
-        for name in names
-        if not is_carried(name) and not split_of(name) and tail(name, 2) not in WHOLE
+        for module in dict.fromkeys(undeclared)
     )
 
 
