@@ -481,6 +481,16 @@ def test_a_model_of_another_mechanism_disagrees_though_its_tensors_look_alike(
         assert warning.severity == "warning" and given.get(argument) == args.get(argument)
 
 
+def test_another_part_of_each_head_that_is_rotated_is_a_warning(tmp_path: Path) -> None:
+    """Megatron-Bridge 0.6.2 takes a quarter for granted; the config says a half."""
+    config = config_of("qwen3_next", tmp_path)
+    table = CONFIG_MAPS["qwen3_next"]
+    for args in ({"rotary_percent": 0.25}, {"rotary_percent": 1.0}):
+        told, _, [warning] = agreed(table, config, args, "checkpoint", "config.json")
+        assert warning.severity == "warning" and warning.values == {"key": "rope_parameters"}
+        assert table.to_args(told)["rotary_percent"] == args["rotary_percent"]
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_portable_config_changes_nothing_that_was_said(name: str, tmp_path: Path) -> None:
     folder, config = folder_and_config(name, tmp_path)

@@ -172,7 +172,7 @@ def foreign(
             continue
         if name == "position_embedding_type" and value == rope_parameters(config).get("rope_type"):
             continue
-        if name not in fixed and _describes(table, whole, name, mechanism.default):
+        if _describes(table, whole, name, expected):
             continue
         insist = "" if name in REARRANGED else "pass --trust config if the argument is wrong; "
         yield (
@@ -189,6 +189,6 @@ def foreign(
         )
 
 
-def _describes(table: ConfigMap, args: Args, name: str, default: Any) -> bool:
-    """Whether the config of this family depends on an argument, given the others."""
-    return table.to_config(args) != table.to_config({**args, name: default})
+def _describes(table: ConfigMap, args: Args, name: str, expected: Any) -> bool:
+    """Whether the config of this family would be another one if an argument had the expected value."""
+    return table.to_config(args) != table.to_config({**args, name: expected})
