@@ -32,6 +32,14 @@ _OF_JULY_2025 = (
     "peft==0.15.2",
     "datasets==3.6.0",
 )
+_FLASH_LINEAR_ATTENTION = ("flash-linear-attention==0.6.0", "fla-core==0.6.0")
+_SWIFT = ("ms-swift==4.6.0", "mcore-bridge==1.6.5")
+_OF_SWIFT = (
+    *("transformers==5.19.0", "peft==0.20.0", "trl==0.29.1", "datasets==4.8.4", "modelscope"),
+    *("addict", "binpacking", "dacite", "einops", "json-repair", "matplotlib", "nltk", "openai"),
+    *("pandas", "pillow", "rouge", "scipy", "sentencepiece", "sortedcontainers", "tensorboard", "tiktoken"),
+    *("aiohttp", "fastapi", "uvicorn", "zstandard", "simplejson", "requests"),
+)
 
 
 @dataclass(frozen=True)
@@ -181,28 +189,11 @@ ENVIRONMENTS = {
     # Megatron-Bridge needs an older transformers. The kernels of flash-linear-attention, which megatron-core's and
     # transformers' delta nets prefer, are for GPUs.
     "megatron-core-0.19": Environment(
-        ("transformers==5.24.0",),
-        ("flash-linear-attention==0.6.0", "fla-core==0.6.0"),
-        on="megatron-bridge-0.6",
+        ("transformers==5.24.0",), _FLASH_LINEAR_ATTENTION, on="megatron-bridge-0.6"
     ),
-    "ms-swift": Environment(
-        (
-            *("transformers==5.19.0", "peft==0.20.0", "trl==0.29.1", "datasets==4.8.4", "modelscope"),
-            *("addict", "binpacking", "dacite", "einops", "json-repair", "matplotlib", "nltk", "openai"),
-            *(
-                "pandas",
-                "pillow",
-                "rouge",
-                "scipy",
-                "sentencepiece",
-                "sortedcontainers",
-                "tensorboard",
-                "tiktoken",
-            ),
-            *("aiohttp", "fastapi", "uvicorn", "zstandard", "simplejson", "requests"),
-        ),
-        ("ms-swift==4.6.0", "mcore-bridge==1.6.5", "triton==3.7.0"),
-        on=TESTS,
+    "ms-swift": Environment(_OF_SWIFT, (*_SWIFT, "triton==3.7.0"), on=TESTS),
+    "ms-swift-core-0.19": Environment(
+        _OF_SWIFT, (*_SWIFT, *_FLASH_LINEAR_ATTENTION), on="megatron-bridge-0.6"
     ),
     # Without what only its web interface, its server and videos need. The libraries of torchaudio are for GPUs.
     "llamafactory": Environment(

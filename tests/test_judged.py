@@ -32,7 +32,7 @@ JUDGED = {
         *("baichuan", "nemotron"),  # tests/test_more_families.py
     },
     MCORE_BRIDGE: families(test_mcore_bridge.NAMES) | {run.model_type for run in make_swift.RUNS.values()},
-    MEGATRON_BRIDGE: families(test_megatron_bridge.NAMES)
+    MEGATRON_BRIDGE: families(test_megatron_bridge.ALL)
     | {run.model_type for run in make_bridge.RUNS.values()},
 }
 """The families tested with each judge."""

@@ -6,6 +6,7 @@ tests/genuine/huggingface.py), and its name to `NAMES` below.
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.genuine.hub_names import rewritten, rounded_router
 from tests.genuine.huggingface import make_model
 from tests.genuine.model_types import LAYOUTS, MOE_LAYOUTS, STAGES, TYPES, make_model_type
 
+ROOT = Path(__file__).parent.parent
 NAMES = {
     **dict.fromkeys(("llama", "qwen2_tied", "qwen3", "ernie4_5", "internlm3"), LAYOUTS),
     "muse_glimmer": LAYOUTS,
@@ -41,20 +43,26 @@ NAMES = {
 }
 """Model types, each with its TP, PP and EP sizes in the tests."""
 
-pytestmark = pytest.mark.slow
+ON_CORE = {"0.16": "ms-swift", "0.19": "ms-swift-core-0.19"}
+"""Environments of mcore-bridge by their megatron-core."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("environment", ON_CORE.values(), ids=ON_CORE),
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_mcore_bridge_reads_and_writes_the_same(name: str, tmp_path: Path) -> None:
-    judge(name, tmp_path)
+def test_mcore_bridge_reads_and_writes_the_same(name: str, environment: str, tmp_path: Path) -> None:
+    judge(name, tmp_path, environment)
 
 
 @pytest.mark.parametrize("name", ["deepseek", "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe"])
-def test_every_layer_may_be_sparse(name: str, tmp_path: Path) -> None:
-    judge(name, tmp_path, first_k_dense_replace=0)
+def test_every_layer_may_be_sparse(name: str, environment: str, tmp_path: Path) -> None:
+    judge(name, tmp_path, environment, first_k_dense_replace=0)
 
 
-def judge(name: str, tmp_path: Path, **config: Any) -> None:
+def judge(name: str, tmp_path: Path, environment: str, **config: Any) -> None:
     """Let mcore-bridge read what reshard writes of a model, and reshard what mcore-bridge writes."""
     base = tmp_path / "base"
     if name in TYPES:
@@ -69,8 +77,9 @@ def judge(name: str, tmp_path: Path, **config: Any) -> None:
         sizes = [str(size) for size in (tp, pp, ep)]
         jobs += ["save", str(base), str(theirs), *sizes, "--"]
         jobs += ["export", str(base), str(exported), *sizes, str(ours), "--"]
-    module = [python("ms-swift"), "-m", "tests.genuine.make_mcore_bridge"]
-    subprocess.run([*module, *jobs], check=True, timeout=600)
+    module = [python(environment), "-m", "tests.genuine.make_mcore_bridge"]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "src")))
+    subprocess.run([*module, *jobs], check=True, timeout=600, env={**os.environ, "PYTHONPATH": paths})
 
     kept = tensors_of(base, TYPES[name].lost if name in TYPES else ())
     for tp, pp, _ in NAMES[name]:

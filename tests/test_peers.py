@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -135,6 +136,30 @@ def test_what_megatron_bridges_own_modules_hold_converts_back(tmp_path: Path) ->
     assert_equal(tmp_path / "ours", base)
     reshard.convert(base, tmp_path / "there", to="megatron", tp=1, pp=2)
     assert_equal(tmp_path / "there", DATA / "bridge" / "gemma3", base=base)
+
+
+def test_megatron_bridges_delta_nets_and_its_own_tower_convert_back(tmp_path: Path) -> None:
+    """Qwen3.5: delta nets in Megatron-Core's parts, all queries before all gates, layers of the tower stacked."""
+    base = make_model_type("qwen3_5", tmp_path / "base", as_saved=True, **SMALL_QWEN3_5)
+    result = reshard.convert(DATA / "bridge" / "qwen3_5", tmp_path / "ours", base=base)
+    assert not result.plan.warnings
+    assert_equal(tmp_path / "ours", base)
+    reshard.convert(base, tmp_path / "there", to="megatron", engine="megatron-bridge")
+    assert_equal(tmp_path / "there", DATA / "bridge" / "qwen3_5", base=base)
+    content = torch.load(tmp_path / "there" / "release" / "common.pt", weights_only=False)["content_metadata"]
+    assert (
+        "non_homogeneous_layers" not in content
+    )  # or it would look for a key per layer of the tower as well
+
+
+def test_megatron_bridges_norms_of_all_heads_convert_back(tmp_path: Path) -> None:
+    """MiniMax-M2, whose query and key norms have other names in mcore-bridge."""
+    base = DATA / "mcore-bridge" / "base-minimax_m2"
+    result = reshard.convert(DATA / "bridge" / "minimax_m2", tmp_path / "ours", base=base, no_tokenizer=True)
+    assert not result.plan.warnings
+    assert_equal(tmp_path / "ours", base)
+    reshard.convert(base, tmp_path / "there", to="megatron", engine="megatron-bridge", no_tokenizer=True)
+    assert_equal(tmp_path / "there", DATA / "bridge" / "minimax_m2", base=base)
 
 
 def test_megatron_bridge_writes_the_base_of_the_windowed_layers_of_gemma_3_first() -> None:

@@ -7,6 +7,7 @@ model into them, or the output of transformers 5 into the Hub's form.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,27 @@ def rename(tensors: Tensors, *pairs: tuple[str, str]) -> None:
         tensors[new] = tensors.pop(name)
 
 
+COPY = re.compile(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")
+"""Embedding or head, stored again in an MTP layer."""
+
+
 def without_copies(config: Config, tensors: Tensors) -> None:
     """zai-org/GLM-5 does not store embedding and head again in its MTP layer."""
-    for name in [
-        name for name in tensors if name.endswith((".shared_head.head.weight", "s.4.embed_tokens.weight"))
-    ]:
+    for name in [name for name in tensors if COPY.fullmatch(name)]:
         del tensors[name]
+
+
+def glm_5(config: Config, tensors: Tensors) -> None:
+    """The Hub's config has a key that transformers 5 has as a constant, and no types of layers. No copies."""
+    config["indexer_rope_interleave"] = True
+    config.pop("layer_types", None)
+    without_copies(config, tensors)
+
+
+def mistral3(config: Config, tensors: Tensors) -> None:
+    """The tower's rotary embedding as on the Hub; only the latest releases of transformers 5 call it axial."""
+    rope = config["vision_config"]["rope_parameters"]
+    config["vision_config"]["rope_parameters"] = {**rope, "rope_type": "default"}
 
 
 def rounded_bias(config: Config, tensors: Tensors) -> None:
@@ -44,10 +60,19 @@ def rounded_bias(config: Config, tensors: Tensors) -> None:
         tensors[name] = tensors[name].bfloat16().float()
 
 
+ROUTERS = ("mlp.gate.weight", "mlp.router.gate.weight", "mixer.gate.weight")
+
+
 def rounded_router(config: Config, tensors: Tensors) -> None:
     """The router's weights as they are on the Hub; transformers 5.24 saves those of most models as float32."""
-    for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
+    for name in [name for name in tensors if name.endswith(ROUTERS)]:
         tensors[name] = tensors[name].bfloat16()
+
+
+def rounded_delta_norms(config: Config, tensors: Tensors) -> None:
+    """Norms of delta nets that are exact in bfloat16 with and without an offset of one."""
+    for name in [name for name in tensors if name.endswith("linear_attn.norm.weight")]:
+        tensors[name] = ((tensors[name].float() * 64).round() / 64).bfloat16()
 
 
 def rewritten(folder: Path, *changes: Edit) -> None:
@@ -243,7 +268,8 @@ def nemotron_h(config: Config, tensors: Tensors) -> None:
         "AutoConfig": "configuration_nemotron_h.NemotronHConfig",
         "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM",
     }
-    del config["time_step_limit"]  # which transformers 5 alone can read
+    for key in ("time_step_limit", "layers_block_type", "mtp_layers_block_type"):
+        config.pop(key, None)  # which transformers 5 alone can read, some of them its latest releases
     for name in tensors:
         if name.endswith("e_score_correction_bias"):
             tensors[name] = tensors[name].bfloat16().float()  # as Megatron-Bridge rounds it on its way in

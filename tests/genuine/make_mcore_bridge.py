@@ -8,7 +8,8 @@ their image processors. TransformerEngine is the stand-in of `fake_te`.
     python -m tests.genuine.make_mcore_bridge export BASE OUT TP PP EP CHECKPOINT
 
 `save` loads the Hugging Face folder BASE and saves a Megatron checkpoint at OUT. `export` loads CHECKPOINT strictly,
-into a model filled with NaN, and writes it to the Hugging Face folder OUT. Several jobs are separated by `--`.
+into a model filled with NaN, and writes it to the Hugging Face folder OUT. Several jobs are separated by `--`; one that
+fails does not keep the others from being done.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from tests.genuine import fake_te
-from tests.genuine.make_swift import let_it_run_without_gpu
+from tests.genuine.make_swift import know_mimo, let_it_run_without_gpu
+from tests.genuine.peers import load_all_keys, run_jobs
 
 
 def run(command: str, base: str, out: str, *rest: str) -> None:
@@ -37,6 +38,7 @@ def _rank(base: str, out: str, layout: tuple[int, int, int], checkpoint: str | N
     import torch
 
     let_it_run_without_gpu()
+    know_mimo()
     hf_config = _config(base)
     args = _arguments(base, out, layout, checkpoint, hf_config)
     megatron = importlib.import_module("swift.megatron.utils")
@@ -61,7 +63,7 @@ def _rank(base: str, out: str, layout: tuple[int, int, int], checkpoint: str | N
 
 def _config(base: str) -> Any:
     transformers = importlib.import_module("transformers")
-    return transformers.AutoConfig.from_pretrained(base, trust_remote_code=True)
+    return transformers.AutoConfig.from_pretrained(base, trust_remote_code=any(Path(base).glob("*.py")))
 
 
 def _arguments(
@@ -145,19 +147,9 @@ def as_in_training(model: Any) -> None:
 
 def _load_strictly(megatron: Any, args: Any, models: list[Any]) -> None:
     """Make ms-swift's loader raise for keys that one side lacks, which it ignores."""
-    checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
-    load = checkpointing.load
     visual = models[0].config.model_meta.visual_cls
-    apart = tuple(f"{module}." for module in getattr(visual, "_generator", None) or ("\0",))
-
-    def load_all(*given: Any, **options: Any) -> Any:
-        """The speech modules are not in mcore-bridge's model; it copies them from the folder that it loaded last."""
-        state, left, absent = load(*given, strict="return_all", **options)
-        left = [name for name in left if not name.startswith(apart)]
-        assert not left and not absent, f"the model lacks {left}, the checkpoint lacks {absent}"
-        return state
-
-    checkpointing.load = load_all
+    # The speech modules are not in mcore-bridge's model; it copies them from the folder that it loaded last.
+    load_all_keys(tuple(f"{module}." for module in getattr(visual, "_generator", None) or ()))
     for model in models:
         into = model.load_state_dict
 
@@ -181,6 +173,4 @@ if __name__ == "__main__":
         "swift.megatron.utils",
     ):
         importlib.import_module(module)  # once, and not in each of the ranks
-    for separator, words in groupby(sys.argv[1:], lambda word: word == "--"):
-        if not separator:
-            run(*words)
+    sys.exit(run_jobs(run, sys.argv[1:]))

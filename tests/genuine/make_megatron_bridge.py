@@ -8,7 +8,7 @@ the stand-in of `fake_te`; packages of GPU kernels and of other models, which Me
 
 `save` loads the Hugging Face folder BASE and saves a Megatron checkpoint at OUT. `export` loads the iteration in
 CHECKPOINT strictly, into a model filled with NaN, and writes it to the Hugging Face folder OUT. Several jobs are
-separated by `--`.
+separated by `--`; one that fails does not keep the others from being done.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import contextlib
 import importlib
 import os
 import sys
-from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from tests.genuine import fake_te
 from tests.genuine.make_bridge import KERNELS, import_what_is_there, let_it_run_without_gpu
+from tests.genuine.make_swift import know_mimo
+from tests.genuine.peers import load_all_keys, run_jobs
 
 
 def run(command: str, base: str, out: str, *rest: str) -> None:
@@ -34,14 +36,18 @@ def run(command: str, base: str, out: str, *rest: str) -> None:
 
 
 def _know_nemotron_h() -> None:
-    """Nemotron-H's config, which its hub folders contain as code, and the norm of mamba_ssm's kernels."""
-    import torch
+    """Nemotron-H's config, which its hub folders contain as code."""
     from transformers import AutoConfig, PretrainedConfig
 
     with contextlib.suppress(ValueError):  # transformers 5 has one
         AutoConfig.register(
             "nemotron_h", type("NemotronHConfig", (PretrainedConfig,), {"model_type": "nemotron_h"})
         )
+
+
+def replace_gated_norm() -> None:
+    """Replace the norm of mamba_ssm's kernels; call before megatron-core's Mamba layers are imported."""
+    import torch
 
     class Gated(torch.nn.Module):
         def __init__(self, hidden_size: int, dtype: torch.dtype, **_: Any) -> None:
@@ -56,8 +62,9 @@ def _rank(base: str, out: str, layout: tuple[int, int, int], checkpoint: str | N
 
     let_it_run_without_gpu()
     _know_nemotron_h()
+    know_mimo()
     bridge = importlib.import_module("megatron.bridge").AutoBridge.from_hf_pretrained(
-        base, torch_dtype=torch.bfloat16
+        base, torch_dtype=torch.bfloat16, trust_remote_code=any(Path(base).glob("*.py"))
     )
     provider = bridge.to_megatron_provider(load_weights=checkpoint is None)
     tp, pp, ep = layout
@@ -69,6 +76,8 @@ def _rank(base: str, out: str, layout: tuple[int, int, int], checkpoint: str | N
     provider.params_dtype = provider.pipeline_dtype = torch.bfloat16
     for kernel in KERNELS:
         setattr(provider, kernel, False)
+    if provider.moe_token_dispatcher_type == "flex":  # which needs kernels of DeepEP
+        provider.moe_token_dispatcher_type = "alltoall"
     provider.finalize()
     provider.initialize_model_parallel(seed=0)
     models = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True, bf16=True)
@@ -79,19 +88,18 @@ def _rank(base: str, out: str, layout: tuple[int, int, int], checkpoint: str | N
         for model in models:
             for parameter in model.parameters():
                 parameter.fill_(float("nan"))
-    load = importlib.import_module(
-        "megatron.bridge.training.checkpointing"
-    )._load_model_weights_from_checkpoint
-    load(checkpoint, models, dist_ckpt_strictness="raise_all")
-    bridge.save_hf_pretrained(models, out, show_progress=False, strict=True)
+    load_all_keys()
+    checkpointing = importlib.import_module("megatron.bridge.training.checkpointing")
+    checkpointing._load_model_weights_from_checkpoint(checkpoint, models)
+    # Copies of the embedding and the head in MTP layers are not exported.
+    bridge.save_hf_pretrained(models, out, show_progress=False, strict=False)
 
 
 if __name__ == "__main__":
     fake_te.install()
     import_what_is_there()
+    replace_gated_norm()
     os.environ.setdefault("TQDM_DISABLE", "1")
     for module in ("megatron.bridge", "megatron.bridge.training.checkpointing"):
         importlib.import_module(module)  # once, and not in each of the ranks
-    for separator, words in groupby(sys.argv[1:], lambda word: word == "--"):
-        if not separator:
-            run(*words)
+    sys.exit(run_jobs(run, sys.argv[1:]))

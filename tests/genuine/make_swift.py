@@ -63,7 +63,7 @@ def make(name: str, base: Path, out: Path) -> None:
 def _rank(run: Run, base: Path, out: Path) -> None:
 
     if run.model_type == "mimo":
-        _know_mimo()
+        know_mimo()
     let_it_run_without_gpu()
     arguments = importlib.import_module("swift.megatron.arguments")
     given: dict[str, Any] = {
@@ -92,7 +92,7 @@ def _rank(run: Run, base: Path, out: Path) -> None:
     _save(args, base)
 
 
-def _know_mimo() -> None:
+def know_mimo() -> None:
     """The classes that MiMo's folder on the Hub contains as code: Qwen2's, with MTP layers in the config."""
     from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 

@@ -114,9 +114,7 @@ TYPES: dict[str, Tiny] = {
         "DeepseekV32ForCausalLM", {**DSA, "rope_parameters": YARN, "num_nextn_predict_layers": 1}
     ),
     "glm4_moe_lite": Tiny("Glm4MoeLiteForCausalLM", LATENT),
-    "glm_moe_dsa": Tiny(
-        "GlmMoeDsaForCausalLM", {**DSA, "num_nextn_predict_layers": 1}, hub=hub_names.without_copies
-    ),
+    "glm_moe_dsa": Tiny("GlmMoeDsaForCausalLM", {**DSA, "num_nextn_predict_layers": 1}, hub=hub_names.glm_5),
     "ernie4_5_moe": Tiny("Ernie4_5_MoeForCausalLM", ERNIE_MOE, hub=hub_names.without_statics),
     "glm4v": Tiny(
         "Glm4vForConditionalGeneration",
@@ -289,11 +287,7 @@ TYPES: dict[str, Tiny] = {
                 "head_dim": 128,
                 "num_hidden_layers": 2,
                 "sliding_window": None,
-                "rope_parameters": {
-                    **PLAIN_ROPE,
-                    "llama_4_scaling_beta": 0.1,
-                    "original_max_position_embeddings": 64,
-                },
+                "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1},
             },
             "vision_config": {
                 "model_type": "pixtral",
@@ -306,6 +300,7 @@ TYPES: dict[str, Tiny] = {
                 "patch_size": 4,
             },
         },
+        hub=hub_names.mistral3,
     ),
     "nemotron": Tiny(
         "NemotronForCausalLM", {**EVEN, "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}}

@@ -34,8 +34,8 @@ JUDGE_TITLES = {
 }
 """Judges of a family's conversion in the tests of this project.
 
-megatron-core 0.16.1 computed the same logits as transformers; mcore-bridge 1.6.5 and Megatron-Bridge 0.3.1 read
-and wrote the same bits.
+megatron-core 0.16.1 computed the same logits as transformers; mcore-bridge 1.6.5 and Megatron-Bridge 0.3.1 or 0.6.2
+read and wrote the same bits.
 """
 
 

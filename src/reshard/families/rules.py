@@ -291,14 +291,14 @@ def norms(dims: Dims) -> Block:
     ]
 
 
-def attention(dims: Dims, fused: str = "", *, norm_all_heads: bool = False, gates_last: bool = True) -> Block:
+def attention(dims: Dims, fused: str = "", *, norms_of_all_heads: str = "", gates_last: bool = True) -> Block:
     """Grouped-query attention. linear_qkv stores query heads, key and value, group by group.
 
     On the Hub they are three projections, or one called `fused` that stacks all queries, all keys and all values by
     rows.
-    Queries and keys are normalised per head, or over all heads at once by modules of mcore-bridge. If the output is
-    gated, `q_proj` stores each query before its gate; within a group, all queries come before all gates, or each query
-    before its gate if not `gates_last`.
+    Queries and keys are normalised per head, or over all heads at once by modules of a bridge, whose names end in
+    `norms_of_all_heads`. If the output is gated, `q_proj` stores each query before its gate; within a group, all
+    queries come before all gates, or each query before its gate if not `gates_last`.
     """
     queries = dims.heads // dims.groups
     grouped = (dims.groups, queries * (1 + dims.output_gate) + 2, dims.head_dim)
@@ -335,10 +335,9 @@ def attention(dims: Dims, fused: str = "", *, norm_all_heads: bool = False, gate
         rules.append(same("self_attn.o_proj.bias", "self_attention.linear_proj.bias", dims.hidden))
     if dims.qk_norm:
         for name, heads in (("q", dims.heads), ("k", dims.groups)):
-            module, size = (f"{name}_norm", heads) if norm_all_heads else (f"{name}_layernorm", 1)
-            rules.append(
-                same(f"self_attn.{name}_norm.weight", f"self_attention.{module}.weight", size * dims.head_dim)
-            )
+            module = f"self_attention.{name}_{norms_of_all_heads or 'layernorm'}"
+            size = dims.head_dim * (heads if norms_of_all_heads else 1)
+            rules.append(same(f"self_attn.{name}_norm.weight", f"{module}.weight", size))
     return rules
 
 

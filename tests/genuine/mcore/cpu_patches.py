@@ -189,7 +189,8 @@ def _repair_writers() -> None:
     import torch.distributed.checkpoint.filesystem as torch_filesystem
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    filesystem_async._get_write_results_queue = _results_queue
+    for name in ("_get_write_results_queue", "get_write_results_queue"):  # without the underscore since 0.17
+        setattr(filesystem_async, name, lambda *_, **__: _results_queue())
 
     # numpy 2 removed the alias that megatron-core up to 0.15 uses.
     if not hasattr(np, "product"):

@@ -17,7 +17,7 @@ from reshard.families.config_entries import (
     Values,
 )
 from reshard.families.config_map import DEEPSEEK_EXPERTS, GROUPED_HEADS, MTP, NO_BIAS, NORM_TOPK
-from reshard.families.family import MCORE_BRIDGE, Family
+from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, renamed
 
@@ -72,6 +72,6 @@ BAILING_MOE = Family(
         RouterGroups(),
         MTP,
     ),
-    judged=(MCORE_BRIDGE,),
+    judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
     precedence=-1,  # Megatron-Core's tensors also match other families
 )

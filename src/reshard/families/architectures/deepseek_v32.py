@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from reshard.families.architectures.deepseek_v3 import DEEPSEEK_V3, layers
 from reshard.families.config_entries import Args, Config, ConfigEntry, Const, Key, Values, first
 from reshard.families.config_map import DEEPSEEK_EXPERTS, LATENT_ATTENTION, MTP, SIGMOID_ROUTER
-from reshard.families.family import MCORE_BRIDGE, Family
+from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rules import Block, Dims, Rule, indexed_layers, latent_attention, same, under
 from reshard.families.transformers_5 import MemoryNames
 
@@ -103,5 +103,5 @@ GLM_MOE_DSA = Family(
     ),
     live=MemoryNames(),
     computed_by=MCORE_BRIDGE,
-    judged=(MCORE_BRIDGE,),
+    judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

@@ -8,7 +8,7 @@ from reshard.algebra.views import concat
 from reshard.families.architectures.llama import dense
 from reshard.families.config_entries import Const, FullAttention
 from reshard.families.config_map import GROUPED_HEADS, MTP, NO_QK_NORM, QKV_BIAS
-from reshard.families.family import MCORE, MCORE_BRIDGE, Family
+from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, mlp, native, norms, same, under
 
@@ -45,5 +45,5 @@ MIMO = Family(
         MTP,
     ),
     precedence=1,
-    judged=(MCORE, MCORE_BRIDGE),
+    judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

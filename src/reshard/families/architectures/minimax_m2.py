@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from reshard.families.config_entries import Args, Config, Const, Key, SigmoidNorm, Values
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, QK_NORM
-from reshard.families.family import MCORE_BRIDGE, Family
+from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import PARTIAL_ROTARY_KEY, Rope, rope_parameters
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms, renamed
 from reshard.families.transformers_5 import BLOCK_SPARSE_NAMES
 
 
-def rules(dims: Dims) -> Iterator[Rule]:
-    """Norms over all heads are modules of mcore-bridge."""
+def rules(dims: Dims, norms_of_all_heads: str) -> Iterator[Rule]:
+    """Norms over all heads are modules of the engine, under names of its own."""
     yield from ends(dims)
     experts = moe(dims, hf="block_sparse_moe", names=("w1", "w3", "w2"))
-    block = [*norms(dims), *attention(dims, norm_all_heads=True), *experts]
+    block = [*norms(dims), *attention(dims, norms_of_all_heads=norms_of_all_heads), *experts]
     yield from renamed(decoder(dims, [], block), {"gate.e_score_correction_bias": "e_score_correction_bias"})
 
 
@@ -43,7 +44,7 @@ class RotaryDim(Rope):
 MINIMAX_M2 = Family(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
-    rules,
+    partial(rules, norms_of_all_heads="norm"),
     (
         *GROUPED_HEADS,
         RotaryDim(default_theta=5000000.0),
@@ -65,6 +66,7 @@ MINIMAX_M2 = Family(
         SigmoidNorm(),
     ),
     live=BLOCK_SPARSE_NAMES,
+    dialects={MEGATRON_BRIDGE: partial(rules, norms_of_all_heads="layernorm")},
     computed_by=MCORE_BRIDGE,
-    judged=(MCORE_BRIDGE,),
+    judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

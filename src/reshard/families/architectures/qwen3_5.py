@@ -11,9 +11,10 @@ from functools import partial
 
 from reshard.algebra.views import View, concat
 from reshard.families.architectures.qwen3_next import DELTA_NET, SHARED_EXPERT, Parts, hybrid
+from reshard.families.architectures.qwen3_vl import TOWER
 from reshard.families.config_entries import Const, Key
 from reshard.families.config_map import MTP
-from reshard.families.family import MCORE, MCORE_BRIDGE, Family
+from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import MultimodalRope, Rope
 from reshard.families.rules import Block, Rule
@@ -35,7 +36,6 @@ def by_kind(parts: Parts) -> Block:
 
 
 by_kind_rules, by_head = (partial(hybrid, by_head=each, on_the_hub=by_kind) for each in (False, True))
-VISION = OuterModel(carried=(CarriedTensors("model.visual.", "visual.visual."),))
 PREDICTED = Key(
     "mtp_num_hidden_layers", "mtp_num_layers", aliases=("num_nextn_predict_layers",), default=0, none=0
 )
@@ -55,19 +55,21 @@ QWEN3_5 = Family(
     "Qwen3_5ForConditionalGeneration",
     by_head,
     SEES,
+    dialects={MEGATRON_BRIDGE: by_kind_rules},
     computed_by=MCORE_BRIDGE,
-    within=VISION,
-    judged=(MCORE_BRIDGE,),
+    within=TOWER,
+    judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
 )
 QWEN3_5_MOE = Family(
     "qwen3_5_moe",
     "Qwen3_5MoeForConditionalGeneration",
     partial(by_head, stacked=True),
     (*SEES, *EXPERTS),
+    dialects={MEGATRON_BRIDGE: partial(by_kind_rules, stacked=True)},
     live=STACKED,
     computed_by=MCORE_BRIDGE,
-    within=VISION,
-    judged=(MCORE_BRIDGE,),
+    within=TOWER,
+    judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
 )
 MINICPM_V = replace(
     QWEN3_5,
@@ -79,5 +81,9 @@ MINICPM_V = replace(
             CarriedTensors("model.merger.", "visual.merger."),
         )
     ),
+    dialects={},
+    judged=(MCORE_BRIDGE,),
 )
-QWEN3_5_TEXT = Family("qwen3_5_text", "Qwen3_5ForCausalLM", by_kind_rules, PLAIN, judged=(MCORE,))
+QWEN3_5_TEXT = Family(
+    "qwen3_5_text", "Qwen3_5ForCausalLM", by_kind_rules, PLAIN, judged=(MCORE, MEGATRON_BRIDGE)
+)

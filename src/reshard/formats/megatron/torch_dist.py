@@ -279,6 +279,7 @@ class TorchDistWriting(MegatronWriting):
         if optimizer:
             writer.refuse_gaps()
         raise_all(writer.problems)
+        stacks = stacked or any(place.module.startswith(STACKED_BESIDE) for place in places.values())
         folder = iterations.name_of(iteration)
         files = [file.finished(folder) for _, file in sorted(writer.files.items())]
         metadata = {
@@ -291,7 +292,7 @@ class TorchDistWriting(MegatronWriting):
             *files,
             OutputFile.of_bytes(f"{folder}/.metadata", write_metadata(writer.metadata)),
             OutputFile.of_bytes(f"{folder}/metadata.json", json.dumps(metadata).encode()),
-            torch_file(f"{folder}/common.pt", _common_content(args, layout, iteration, optimizer, stacked)),
+            torch_file(f"{folder}/common.pt", _common_content(args, layout, iteration, optimizer, stacks)),
             OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode()),
             *([] if self.request.adapter is None else [self.run_config(self.request.adapter)]),
         ]
@@ -302,12 +303,12 @@ def _common_content(
     layout: Layout,
     iteration: Iteration,
     optimizer: MegatronOptimizer | None,
-    stacked: bool,
+    stacks: bool,
 ) -> dict[str, Any]:
-    """The content of `common.pt`: all data that do not belong to a tensor."""
+    """The content of `common.pt`: all data that do not belong to a tensor. Keys of layers or of a tower may `stack`."""
     stored = stored_args(args, layout, "torch_dist")
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    if not stacked:  # a reader whose config would stack the layers then looks for one key per layer too
+    if not stacks:  # a reader whose config would stack the layers then looks for one key per layer too
         content["non_homogeneous_layers"] = True
     if optimizer:
         stored["no_save_optim"] = False

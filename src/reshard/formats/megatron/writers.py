@@ -39,15 +39,16 @@ COMPUTED_BY = "computed_by"
 def engine_of(folder: Path, common: Mapping[str, Any], names: Iterable[str]) -> str:
     """The engine whose names an iteration folder has: the one that wrote it, or the one that reshard wrote it for.
 
-    The `names` of gated delta nets determine it: mcore-bridge saves a projection in one tensor, Megatron-Core its
-    parts.
+    The `names` of gated delta nets tell: mcore-bridge saves a projection in one tensor, and Megatron-Core its parts,
+    also for Megatron-Bridge.
     """
     kinds = {name.partition(".in_proj.weight")[2] for name in names if ".in_proj.weight" in name}
-    if kinds:
-        return "mcore-bridge" if kinds == {""} else "mcore"
+    if kinds == {""}:
+        return "mcore-bridge"
     args = common.get("args")
     if isinstance(args, Namespace):
-        return str(getattr(args, COMPUTED_BY, "mcore" if "num_layers" in args else "mcore-bridge"))
+        usual = "mcore" if kinds or "num_layers" in args else "mcore-bridge"
+        return str(getattr(args, COMPUTED_BY, usual))
     return "megatron-bridge" if (folder / RUN_CONFIG).is_file() else "mcore"
 
 
