@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from importlib import import_module
@@ -24,7 +25,8 @@ from tests.genuine import make_bridge, make_swift
 from tests.genuine.model_types import SMALL_GEMMA3, SMALL_QWEN3_5, make_model_type
 from tests.genuine.peers import make_base
 
-DATA = Path(__file__).parent / "data" / "peers"
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "tests" / "data" / "peers"
 SWIFT = ("qwen3", "deepseek_v3")
 BRIDGE = ("gpt_oss", "mistral")
 
@@ -248,18 +250,28 @@ def without(source: Path, prefix: str | tuple[str, ...], folder: Path) -> Path:
     return folder
 
 
+RELEASES = {
+    make_swift: ("ms-swift", "ms-swift-core-0.19"),
+    make_bridge: ("megatron-bridge", "megatron-bridge-0.6"),
+}
+"""The environments of both peers: with megatron-core 0.16, and with 0.19."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "maker, environment, name",
     [
-        *(("make_swift", "ms-swift", name) for name in make_swift.RUNS),
-        *(("make_bridge", "megatron-bridge", name) for name in make_bridge.RUNS),
+        (maker.__name__, environment, name)
+        for maker, environments in RELEASES.items()
+        for environment in environments
+        for name in maker.RUNS
     ],
 )
 def test_every_run_of_the_peers(maker: str, environment: str, name: str, tmp_path: Path) -> None:
-    base = make_base(import_module(f"tests.genuine.{maker}").RUNS[name], tmp_path / "base")
-    command = [python(environment), "-m", f"tests.genuine.{maker}", name, str(base), str(tmp_path / "run")]
-    subprocess.run(command, check=True, timeout=300)
+    base = make_base(import_module(maker).RUNS[name], tmp_path / "base")
+    command = [python(environment), "-m", maker, name, str(base), str(tmp_path / "run")]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "src")))
+    subprocess.run(command, check=True, timeout=300, env={**os.environ, "PYTHONPATH": paths})
     judge, merge = base, name.endswith("-lora")
     if name == "mimo":
         judge = base = without(base, "model.mtp_layers.", tmp_path / "main")  # which mcore-bridge leaves out
