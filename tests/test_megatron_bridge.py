@@ -82,7 +82,7 @@ def judge(name: str, tmp_path: Path, environment: str = "megatron-bridge", **con
     as_transformers_4_spells(base)
     jobs: list[str] = []
     for tp, pp, ep in ALL[name]:
-        theirs, ours, exported = folders(tmp_path, tp)
+        theirs, ours, exported = folders(tmp_path, tp * pp)
         reshard.convert(base, ours, to="megatron", engine="megatron-bridge", tp=tp, pp=pp, ep=ep, etp=1)
         sizes = [str(size) for size in (tp, pp, ep)]
         jobs += ["save", str(base), str(theirs), *sizes, "--"]
@@ -93,12 +93,12 @@ def judge(name: str, tmp_path: Path, environment: str = "megatron-bridge", **con
     subprocess.run([*module, *jobs], check=True, timeout=600, env={**os.environ, "PYTHONPATH": paths})
 
     kept = tensors_of(base)
-    for tp, _, _ in ALL[name]:
-        theirs, _, exported = folders(tmp_path, tp)
+    for tp, pp, _ in ALL[name]:
+        theirs, _, exported = folders(tmp_path, tp * pp)
         if reads:
             assert_same(tensors_of(exported), kept)
         # run_config.yaml alone tells the config, but not that of towers
         for known in ({"base": base}, *([] if name in VISION else [{}])):
-            back = tmp_path / f"back-{tp}-{len(known)}"
+            back = tmp_path / f"back-{tp * pp}-{len(known)}"
             reshard.convert(theirs, back, **known)
             assert_same(tensors_of(back), kept)

@@ -206,7 +206,8 @@ def _draw_sizes(name: str, text: dict[str, Any], draw: random.Random) -> None:
         text["hidden_size"] = 8 * text["num_attention_heads"]
     for key in ("intermediate_size", "moe_intermediate_size"):
         if key in text:
-            text[key] = draw.choice((24, 32, 56, 96))
+            # Megatron-Bridge tells by their shape whether stacked experts are transposed, which no square does.
+            text[key] = draw.choice([width for width in (24, 32, 56, 96) if 2 * width != text["hidden_size"]])
     for key in EXPERTS:
         if key in text:
             text[key] = draw.choice((4, 8))
