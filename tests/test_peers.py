@@ -228,6 +228,17 @@ def test_a_real_disagreement_is_a_warning_that_the_user_decides(tmp_path: Path) 
         assert_equal(tmp_path / "ours", base)
 
 
+def test_later_releases_leave_the_token_itself_out_of_a_window(tmp_path: Path) -> None:
+    source, base = tmp_path / "mistral", DATA / "bridge" / "base-mistral"
+    shutil.copytree(DATA / "bridge" / "mistral", source)
+    file = source / "iter_0000000" / RUN_CONFIG
+    noted = yaml.safe_load(file.read_text())
+    noted["model"] |= {"window_size": [4095, 0], "hf_model_revision": None}
+    file.write_text(yaml.safe_dump(noted))
+    assert not reshard.convert(source, tmp_path / "ours", base=base).plan.warnings
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["sliding_window"] == 4096
+
+
 def test_a_disagreement_on_what_the_weights_are_is_refused_whatever_is_trusted(tmp_path: Path) -> None:
     source, base = tmp_path / "mistral", DATA / "bridge" / "base-mistral"
     shutil.copytree(DATA / "bridge" / "mistral", source)

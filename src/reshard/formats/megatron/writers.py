@@ -29,6 +29,9 @@ LAYOUT_ARGUMENTS = (
 )
 """Arguments that have the same names in ms-swift and Megatron-LM."""
 
+LATER_FIELD = "hf_model_revision"
+"""A field of Megatron-Bridge 0.6.2, and not of 0.3.1, whose pairs of a window's sides had the Hub's window size."""
+
 MODEL_TYPE = "hf_model_type"
 """An argument that reshard adds: the family, which the others do not always determine."""
 
@@ -106,8 +109,12 @@ def args_of_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
         args["untie_embeddings_and_output_weights"] = not args.pop("share_embeddings_and_output_weights")
     if "num_query_groups" in args:
         args["group_query_attention"] = args["num_query_groups"] is not None
-    match args.get("window_size"):
-        case [int(left), 0] | int(left) if left > 0:  # the Hub's window size, which includes the token itself
+    match args.get(
+        "window_size"
+    ):  # the Hub's, which includes the token itself, but for pairs of later releases
+        case [int(left), 0] if left > 0 and LATER_FIELD not in fields:
+            args["window_size"] = (left - 1, 0)
+        case int(left) if left > 0:
             args["window_size"] = (left - 1, 0)
     if (
         args.get("position_embedding_type") == "yarn"
