@@ -67,6 +67,8 @@ class Environment:
 
 ENVIRONMENTS = {
     "torch-2.6": Environment(("torch==2.6.0", "numpy==2.2.6", "setuptools<81")),
+    # That of PyPI has the libraries of CUDA: 5 GB.
+    "torch-2.15": Environment(("torch==2.15.0", "numpy==2.4.6")),
     "transformers-4.35": Environment(
         ("transformers==4.35.2", "accelerate==0.25.0", "tokenizers==0.15.2", "numpy==1.26.4"), on="torch-2.6"
     ),

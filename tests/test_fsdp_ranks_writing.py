@@ -24,7 +24,7 @@ from tests.genuine import fsdp_runs as runs
 from tests.genuine import make_fsdp_ranks as makers
 from tests.genuine.ranks import on_ranks
 from tests.judges import TOKENS, assert_agree, assert_same_tensors, tensors_of
-from tests.test_fsdp_ranks import OLD, UNEVEN, edit
+from tests.test_fsdp_ranks import OTHERS, UNEVEN, edit
 
 Models = Callable[..., Path]
 ROOT = Path(__file__).parents[1]
@@ -105,7 +105,7 @@ def form_of(folder: Path) -> dict[str, str]:
     return dict(attributes(first.args[3]))
 
 
-@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize("version", OTHERS)
 def test_a_mesh_has_the_form_of_its_release_of_torch(version: str, tmp_path: Path) -> None:
     """Releases cannot load each other's: 2.6 has no module for the layout of a mesh, and 2.10 another class in it."""
     source, base = makers.DATA / "fsdp_ranks" / version / "fsdp2-hsdp", tmp_path / "base"
@@ -124,15 +124,16 @@ def test_a_mesh_has_the_form_of_its_release_of_torch(version: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_an_older_torch_loads_its_form(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version, environment", [("2.6.0", "torch-2.6"), ("2.15.0", "torch-2.15")])
+def test_another_torch_loads_its_form(version: str, environment: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text('{"model_type": "mine", "architectures": ["Mine"]}')
-    source = makers.DATA / "fsdp_ranks" / OLD[0] / "fsdp2-hsdp"
+    source = makers.DATA / "fsdp_ranks" / f"torch-{version}" / "fsdp2-hsdp"
     for world in (1, 5):
         out = tmp_path / str(world)
         reshard.convert(source, out, to="fsdp-ranks", dp=world, base=base, no_tokenizer=True)
-        words = [python("torch-2.6"), "-m", "tests.genuine.make_fsdp_ranks", "load", str(world), str(out)]
+        words = [python(environment), "-m", "tests.genuine.make_fsdp_ranks", "load", str(world), str(out)]
         subprocess.run(words, check=True, cwd=ROOT, timeout=300)
 
 

@@ -2,7 +2,7 @@
 
 A mesh is pickled as one of the `MeshPickling` has it, since a release of torch loads only its own form. Process groups
 are not pickled; torch finds them by their names, and that of all ranks is "0". Sources: those of `dtensor`, and files
-that torch 2.6, 2.10 and 2.13 wrote.
+that torch 2.6, 2.10, 2.13 and 2.15 wrote.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class RankWriter:
             "_flatten_rank_map": every,
             "_flatten_mapping": {},
             "_rank": self.rank,
+            "_preserve_rank_order": False,  # since torch 2.15; earlier ones ignore it
             **common,
             "_coordinate_on_dim": (self.rank,),
         }
