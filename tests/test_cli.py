@@ -47,9 +47,9 @@ CONTRACT = {
 }
 BESIDES = {
     "inspect": "--iteration --remove-unfinished --html --quiet --debug",
-    "convert": "--stages --transformer-impl --strict --strip --state-dict --no-checksum --with-optimizer "
-    "--merge --adapter --lora-alpha --for --engine --quantize --no-resume --verify --push-to-hub --private"
-    " --on --no-sync",
+    "convert": "--stages --transformer-impl --megatron-model --strict --strip --state-dict --no-checksum "
+    "--with-optimizer --merge --adapter --lora-alpha --for --engine --quantize --no-resume --verify --push-to-hub "
+    "--private --on --no-sync",
     "verify": "--html --memory --quiet --debug",
     "guard": "--on-stall --nan-steps --output --log --merge --base --overwrite --requeue --quiet --debug",
     "train": "--eval-data --engine --merge --nnodes --tp --pp --ep --gpus --overwrite --debug",
@@ -235,7 +235,7 @@ def test_a_hugging_face_folder_has_no_layout(model: Path, tmp_path: Path) -> Non
     assert reshard("inspect", model, "--json").json["layout"] is None
     assert "layout" not in reshard("inspect", model).out
     shutil.copyfile(model / "model.safetensors", tmp_path / "model.safetensors")
-    assert "tensors (huggingface)" in reshard("doctor", tmp_path).out
+    assert "layout" not in reshard("doctor", tmp_path).out
 
 
 def test_inspect_tells_what_to_type_next_and_that_works(megatron: Path, model: Path) -> None:

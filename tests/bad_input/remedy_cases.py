@@ -163,6 +163,10 @@ CASES: dict[str, list[Case]] = {
     ],
     "iterations-not-found": [Case(SRC, f"{TO_MEGATRON} --iteration 5")],
     "megatron-model-without-experts": [Case(SRC, f"{TO_MEGATRON} --ep 2")],
+    "megatron-model-not-available": [
+        Case(SRC, f"{TO_MEGATRON} --engine mcore-bridge --megatron-model hybrid")
+    ],
+    "megatron-model-not-in-format": [Case(SRC, "convert src dst --to megatron-fsdp --megatron-model hybrid")],
     "megatron-fsdp-without-stages": [Case(SRC, "convert src dst --to megatron-fsdp --pp 2")],
     "megatron-fsdp-model-unsupported": [Case({"src": "qwen3_next"}, "convert src dst --to megatron-fsdp")],
     "virtual-stages-without-pipeline": [Case(SRC, f"{TO_MEGATRON} --vpp 2", {"--pp": "2"})],

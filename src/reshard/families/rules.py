@@ -95,6 +95,15 @@ MOST_MODULES = 1 << 18
 """Limit on the experts of all layers: more than ten times those of the largest models."""
 
 
+LAYER_PATTERN = "hybrid_layer_pattern"
+"""The argument that makes the model a HybridModel, whose layers are of several kinds."""
+
+
+def layer_pattern(args: Mapping[str, Any]) -> str:
+    """The kinds of layers of a HybridModel, until 0.16 called MambaModel; empty for GPTModel."""
+    return str(args.get(LAYER_PATTERN) or args.get("hybrid_override_pattern") or "")
+
+
 @dataclass(frozen=True, slots=True)
 class Dims:
     """The sizes of a model, from Megatron-LM's argument names (see `from_args`)."""
@@ -210,7 +219,7 @@ class Dims:
             indexed=indexed_layers(
                 get("dsa_indexer_topk_freq", 1), get("dsa_indexer_skip_topk_offset"), layers
             ),
-            pattern=tuple(map(ord, get("hybrid_override_pattern", ""))),
+            pattern=tuple(map(ord, layer_pattern(args).replace("|", ""))),
             mamba=tuple(
                 get(f"mamba_{size}") for size in ("num_heads", "head_dim", "num_groups", "state_dim")
             ),

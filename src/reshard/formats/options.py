@@ -26,6 +26,9 @@ VOCABULARY_UNIT = 128
 LAYER_SPECS = ("transformer_engine", "local")
 """Implementations of Megatron-Core's layers, which name tensors differently. The first is its default."""
 
+HYBRID, GPT = MEGATRON_MODELS = ("hybrid", "gpt")
+"""The classes of Megatron-Core's models, HybridModel and GPTModel, which name the same weights differently."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BaseOption:
@@ -128,6 +131,14 @@ class Output:
         About(
             f"Layer spec whose tensor names to write. [default: that of SRC, else {LAYER_SPECS[0]}]",
             choices=LAYER_SPECS,
+            group=LAYOUT,
+        ),
+    ] = None
+    megatron_model: Annotated[
+        str | None,
+        About(
+            f"Megatron-Core's class that will load it: HybridModel or GPTModel. [default: that of SRC, else {GPT}]",
+            choices=MEGATRON_MODELS,
             group=LAYOUT,
         ),
     ] = None

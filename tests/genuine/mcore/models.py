@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from reshard.algebra.layout import Layout
 from reshard.oracle.megatron import gpt_model, logits, process_groups
 from reshard.oracle.megatron.logits import BatchTokens, MegatronLogits
 from reshard.oracle.megatron.stored_arguments import complete
+from tests.genuine.mcore import hybrid_model
 
 LayerSpec = Literal["local", "te"]
 """The modules: megatron-core's own, or TransformerEngine's (see `tests.genuine.fake_te`)."""
@@ -40,9 +41,12 @@ def initialize(layout: Layout, *, seed: int) -> None:
 def build_model(
     args: Args, layout: Layout, *, spec: LayerSpec = "local", dtype: Any = None, training: bool = False
 ) -> list[Any]:
-    """The GPTModel chunks of this rank, with random weights. `dtype` is a torch dtype, default float32."""
+    """The chunks of this rank, of a HybridModel if the arguments have its pattern, with random weights.
+
+    `dtype` is a torch dtype, default float32.
+    """
     settings = _settings(args, layout, spec, dtype, training)
-    chunks = gpt_model.build_model(_with_stages(args, layout), layout, **settings)
+    chunks = _build_of(args)(_with_stages(args, layout), layout, **settings)
     return [chunk.train(training) for chunk in chunks]
 
 
@@ -62,7 +66,14 @@ def megatron_logits(
     """The logits of the oracle, also with TransformerEngine's modules."""
     settings = _of_spec(args, spec) if spec == "te" else {}
     args = _with_stages(args, layout or Layout())
-    return logits.megatron_logits(checkpoint, tokens, args=args, layout=layout, **settings)
+    return logits.megatron_logits(
+        checkpoint, tokens, args=args, layout=layout, build=_build_of(args), **settings
+    )
+
+
+def _build_of(args: Args) -> Callable[..., list[Any]]:
+    """The function that builds a model with these arguments."""
+    return hybrid_model.build_model if _given(args).get("hybrid_layer_pattern") else gpt_model.build_model
 
 
 def _given(args: Args) -> dict[str, Any]:

@@ -17,17 +17,28 @@ from reshard.families.config_entries import (
     Const,
     Key,
     Values,
-    first,
     same_key,
 )
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM, ROUTER, SIGMOID_ROUTER
 from reshard.families.family import MEGATRON_BRIDGE, Family
 from reshard.families.outer_model import OuterModel
-from reshard.families.rules import Block, Dims, Rule, attention, ends, native, renamed, same, under
+from reshard.families.rules import (
+    Block,
+    Dims,
+    Rule,
+    attention,
+    ends,
+    layer_pattern,
+    native,
+    renamed,
+    same,
+    under,
+)
 from reshard.families.transformers_5 import ExpertNames, MemoryNames
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
-"""Symbols for the kinds of layers in Megatron-LM's `--hybrid-override-pattern` and on the Hub."""
+"""Symbols for the kinds of layers on the Hub and in Megatron-LM's `--hybrid-layer-pattern`, which was
+`--hybrid-override-pattern` until 0.16."""
 
 KINDS = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", EXPERTS: "moe"}
 """Their names in `layers_block_type` of transformers 5."""
@@ -113,7 +124,7 @@ class Pattern(ConfigEntry):
         }
 
     def to_config(self, args: Args) -> Values:
-        pattern = first(args, ("hybrid_override_pattern",), "")
+        pattern = layer_pattern(args).replace("|", "")
         return {
             "hybrid_override_pattern": pattern,
             "layers_block_type": [KINDS[symbol] for symbol in pattern],

@@ -24,12 +24,13 @@ from reshard.containers.dcp_chunks import ChunkFolder
 from reshard.containers.dcp_metadata import DcpChunk, DcpTensor
 from reshard.containers.torchfiles.write import image_bytes, layout_torch_file
 from reshard.families.family import MCORE_BRIDGE
+from reshard.families.rules import layer_pattern
 from reshard.folders import iterations
 from reshard.formats.contract import Request
 from reshard.formats.dcp.optimizer_states import DcpOptimizer as TorchOptimizer
 from reshard.formats.dcp.optimizer_states import step_tensor
 from reshard.formats.megatron.fsdp_dtensor import VARIANT
-from reshard.formats.megatron.mcore import is_hybrid, place_of, split_of, stored_args
+from reshard.formats.megatron.mcore import place_of, split_of, stored_args
 from reshard.formats.megatron.megatron_request import NO_OPTIMIZER, MegatronWriting
 from reshard.formats.megatron.megatron_request import fit as fit_to_megatron
 from reshard.formats.megatron.optimizer_states import MegatronOptimizer
@@ -88,7 +89,7 @@ def _refuse_unsaved(request: Request) -> None:
         what = "modules of mcore-bridge (ms-swift), which saves torch_dist with Megatron-FSDP too"
     elif model.family.within and model.family.within.carried:
         what = "modules besides the language model"
-    elif is_hybrid(model.args) or model.dims.delta:
+    elif layer_pattern(model.args) or model.dims.delta:
         what = "layers with a state (Mamba, gated delta nets), which Megatron-FSDP stores fused"
     if what:
         raise ReshardError(

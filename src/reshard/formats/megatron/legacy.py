@@ -23,6 +23,7 @@ from reshard.containers.torchfiles.read import read_dict
 from reshard.containers.torchfiles.untrusted import stored_in
 from reshard.containers.torchfiles.write import FileImage, NewTensor, layout_torch_file
 from reshard.families.dialect import MEGATRON
+from reshard.families.rules import LAYER_PATTERN, layer_pattern
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
@@ -32,7 +33,6 @@ from reshard.formats.megatron.mcore import (
     PARALLEL_LINEARS,
     MegatronPosition,
     is_carried,
-    is_hybrid,
     name_of,
     place_of,
     split_of,
@@ -305,12 +305,12 @@ class LegacyWriting(MegatronWriting):
         """A file for each rank, and the tracker."""
         tensors, layout = self.request.tensors, self.request.layout
         args, iteration = self.arguments, self.iteration
-        if is_hybrid(args):
+        if layer_pattern(args):
             raise ReshardError(
                 "legacy-mixed-layers-unsupported",
                 "a model of several kinds of layers cannot be written as a legacy checkpoint",
                 rule="a rank's share of a Mamba layer is cut from each of its parts",
-                found=f"hybrid_override_pattern {args['hybrid_override_pattern']}",
+                found=f"{LAYER_PATTERN} {layer_pattern(args)}",
                 remedy="write torch_dist: --to megatron",
             )
         transformer_engine = args["transformer_impl"] != "local"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from reshard.algebra.layout import Layout, SavedLayout
 from reshard.base.errors import Problem, raise_all
 from reshard.containers.torchfiles.pickles import Opaque
+from reshard.families.rules import LAYER_PATTERN
 from reshard.formats.sharding import Split
 
 FUSED_NORMS = {
@@ -172,11 +173,6 @@ def is_gated(args: Mapping[str, Any]) -> bool:
     return any(flags) or not flags
 
 
-def is_hybrid(args: Mapping[str, Any]) -> bool:
-    """Whether the model is a MambaModel, whose layers are of several kinds."""
-    return bool(args.get("hybrid_override_pattern"))
-
-
 class MegatronPosition(NamedTuple):
     """The position of a tensor according to its name."""
 
@@ -221,6 +217,10 @@ def unfused(module: str) -> str:
     return module
 
 
+_PREDICTED_LAYER = re.compile(r"transformer_layer\.|mtp_model_layer\.layers\.\d+\.")
+"""What is in front of a module of the layer in a multi-token prediction layer of GPTModel or HybridModel."""
+
+
 class LayerSpelling:
     """How layers are named: by Transformer Engine or by the local spec, in torch_dist or legacy files.
 
@@ -241,9 +241,9 @@ class LayerSpelling:
 
     def module(self, module: str, layer: tuple[str, int | None]) -> str:
         """The name of a module below a `layer`, which is in the stack "decoder" or "mtp"."""
-        prefix, inner = "", module
-        if module.startswith("transformer_layer."):
-            prefix, inner = "transformer_layer.", module.removeprefix("transformer_layer.")
+        match = _PREDICTED_LAYER.match(module)
+        prefix = match[0] if match else ""
+        inner = module.removeprefix(prefix)
         fused = [prefix + each for each, plain in FUSED_NORMS.items() if plain == inner]
         if not fused or not self._fuses(inner, layer):
             return module
@@ -313,8 +313,9 @@ def stored_args(args: Mapping[str, Any], layout: Layout, ckpt_format: str) -> di
     Previous arguments on pipeline stages are replaced. Without `no_save_optim` and `no_save_rng`, Megatron-LM's
     `load_checkpoint` would require states that are not there.
     """
-    uneven = stage_arguments(layout, int(args.get("mtp_num_layers") or 0))
-    chunks = layout.pp * layout.vpp if layout.vpp > 1 and not uneven else None
+    in_pattern = bool(args.get(LAYER_PATTERN))  # which has the stages
+    uneven = {} if in_pattern else stage_arguments(layout, int(args.get("mtp_num_layers") or 0))
+    chunks = layout.pp * layout.vpp if layout.vpp > 1 and not uneven and not in_pattern else None
     return {
         **args,
         "ckpt_format": ckpt_format,

@@ -11,17 +11,23 @@ from reshard.algebra.dtypes import BY_NAME, dtype
 from reshard.base.errors import ReshardError
 from reshard.families.family import ENGINE_TITLES, MCORE, MCORE_BRIDGE
 from reshard.families.megatron_flags import flags_not_restored
-from reshard.families.rules import MAX_NUMBER
+from reshard.families.rules import MAX_NUMBER, layer_pattern
 from reshard.folders import iterations
 from reshard.folders.base_hints import RUN_CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.formats.contract import Request, Writing, stateless
-from reshard.formats.megatron.mcore import BELOW, padded_vocabulary, refuse_undeclared
+from reshard.formats.megatron.hybrid_layers import HybridLayers, not_computed
+from reshard.formats.megatron.mcore import (
+    BELOW,
+    padded_vocabulary,
+    place_of,
+    refuse_undeclared,
+)
 from reshard.formats.megatron.optimizer_states import MegatronOptimizer, is_distributed, new_optimizer
 from reshard.formats.megatron.supported_layouts import check_layout, layout_notes
 from reshard.formats.megatron.writers import COMPUTED_BY, MODEL_TYPE
 from reshard.formats.optimizer import MASTER_STATE
-from reshard.formats.options import LAYER_SPECS, VOCABULARY_UNIT
+from reshard.formats.options import GPT, HYBRID, LAYER_SPECS, VOCABULARY_UNIT
 from reshard.transfer.plan import OutputFile
 
 FLOAT32 = BY_NAME["float32"]
@@ -32,6 +38,7 @@ LORA = "megatron.bridge.peft.lora.LoRA"
 def fit(request: Request) -> Request:
     """The request with layers placed on stages and a padded vocabulary. Raises ReshardError if sizes do not divide."""
     model, dialect = request.declared, _engine(request)
+    _refuse_other_model(request, dialect)
     layout = request.layout if model.dims.experts else replace(request.layout, etp=1)
     layout = layout.over(model.dims.layers)
     check_layout(model, layout)
@@ -56,6 +63,31 @@ def _engine(request: Request) -> str:
             remedy=f"pass {' or '.join(known)}, or remove --engine",
         )
     return family.engine_for(wanted or request.source.dialect.engine)
+
+
+def _refuse_other_model(request: Request, dialect: str) -> None:
+    """Raise ReshardError for a class that the engine does not have for the model."""
+    wanted, family = request.options.megatron_model, request.declared.family.name
+    args, within = request.declared.args, request.declared.family.within
+    only = HYBRID if layer_pattern(args) else GPT
+    if wanted in (None, only):
+        return
+    lacking = not_computed(args)
+    if only == HYBRID:
+        lacking = "a layer for each pair of attention and MLP"
+    elif dialect == MCORE_BRIDGE:
+        lacking = f"the names of {ENGINE_TITLES[dialect]}"
+    elif within and within.carried:
+        lacking = "modules besides the language model"
+    if lacking:
+        raise ReshardError(
+            "megatron-model-not-available",
+            f"this model of the family {family} cannot be computed by the class of models that was asked for",
+            expected=f"--megatron-model {only}",
+            found=f"--megatron-model {wanted}, which lacks {lacking}",
+            remedy="remove --megatron-model",
+            values={"family": family},
+        )
 
 
 def _padded_rows(request: Request, tp: int) -> int:
@@ -89,6 +121,9 @@ def _without_needless_masters(request: Request) -> Request:
 
 class MegatronWriting(Writing):
     """What all formats of Megatron-Core share: arguments, iteration, the converted optimizer, notes."""
+
+    stores_hybrid = False
+    """Whether a HybridModel can be written."""
 
     def __init__(self, request: Request) -> None:
         refuse_undeclared(tensor.name for tensor in request.tensors)
@@ -126,6 +161,22 @@ class MegatronWriting(Writing):
         return MCORE_BRIDGE in (
             [chosen] if chosen else [self.request.dialect, self.request.source.dialect.engine]
         )
+
+    @cached_property
+    def hybrid(self) -> HybridLayers | None:
+        """The layers of the HybridModel, if one is written of a model that is a GPTModel inside reshard."""
+        wanted = self.request.options.megatron_model
+        if wanted == HYBRID and not self.stores_hybrid:
+            raise ReshardError(
+                "megatron-model-not-in-format",
+                "reshard writes HybridModel to torch_dist only",
+                found=f"--megatron-model {HYBRID}",
+                remedy="pass --to megatron, or remove --megatron-model",
+            )
+        default = HYBRID if self.stores_hybrid and self.request.source.variant == HYBRID else GPT
+        if (wanted or default) == GPT or layer_pattern(self.request.declared.args):
+            return None
+        return HybridLayers.at(place_of(tensor.name) for tensor in self.request.tensors)
 
     @property
     def prefix(self) -> str:
@@ -170,7 +221,7 @@ class MegatronWriting(Writing):
             args["make_vocab_size_divisible_by"] = _vocabulary_unit(self.request)
         if optimizer := self.optimizer:
             args["use_distributed_optimizer"] = optimizer.is_distributed
-        return args
+        return self.hybrid.args(args, layout) if self.hybrid else args
 
     def load_with(self) -> list[str]:
         """The flags to load the checkpoint with Megatron-LM, in addition to `--load`."""

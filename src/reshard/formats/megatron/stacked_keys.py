@@ -29,6 +29,7 @@ from reshard.formats.dropped import OTHER_OBJECTS, RANDOM_STATES, rule_of
 from reshard.formats.megatron import nemo, nemo_1
 from reshard.formats.megatron.buffers import COPIES_AND_PADDING, OptimizerBuffers, buckets_of
 from reshard.formats.megatron.common_state import OBJECTS_READ, ReadChunk, Reading
+from reshard.formats.megatron.hybrid_layers import gpt_args, gpt_name, is_of_pairs
 from reshard.formats.megatron.mcore import BELOW, MegatronPosition, is_carried, layout_of, name_of, unfused
 from reshard.formats.megatron.optimizer_states import (
     NOT_PORTABLE,
@@ -40,6 +41,7 @@ from reshard.formats.megatron.optimizer_states import (
 )
 from reshard.formats.megatron.writers import engine_of, recorded_args
 from reshard.formats.optimizer import OPTIMIZER_STATES, Adam, OptimizerContents, OptimizerStates
+from reshard.formats.options import HYBRID
 from reshard.formats.state_dict_names import prefix_of, split_front
 from reshard.formats.unique_names import under_new_names
 from reshard.transfer.source_files import Sources
@@ -76,11 +78,14 @@ def checkpoint_of(
 ) -> Checkpoint:
     """The checkpoint in an iteration folder. Raises ReshardError listing the tensors with missing chunks."""
     args = recorded_args(folder, sources, saved.common)
+    is_hybrid = is_of_pairs(args)
+    args = gpt_args(args) if is_hybrid else args
+    read = partial(_StackedReader, reading=saved.reading, is_hybrid=is_hybrid)
     weights, dropped = _weights_of(saved.tensors, saved.objects)
-    reader = _StackedReader(weights, saved.reading)
+    reader = read(weights)
     tensors = reader.tensors()
     layout, portable = layout_of(args), portable_states(saved.tensors)
-    states = OptimizerStates(portable, lambda state: _read_state(portable[state], saved.reading))
+    states = OptimizerStates(portable, lambda state: read(portable[state]).tensors())
     common = saved.common
     buffers = OptimizerBuffers(buckets_of(saved.tensors), tensors, layout, args, saved.reading)
     if buffers.buckets:
@@ -104,8 +109,12 @@ def checkpoint_of(
         dropped=dropped,
         problems=reader.copies.problems() or [*saved.swapped()],
         notes=[*iterations.renamed_note(folder, common.get("iteration")), *unread],
-        variant=saved.kind or ("one key for each layer" if reader.per_layer else "stacked"),
+        variant=HYBRID if is_hybrid else saved.kind or _kind_of_keys(reader),
     )
+
+
+def _kind_of_keys(reader: _StackedReader) -> str:
+    return "one key for each layer" if reader.per_layer else "stacked"
 
 
 def _tokenizer_folders(folder: Path) -> Iterator[Path]:
@@ -113,11 +122,6 @@ def _tokenizer_folders(folder: Path) -> Iterator[Path]:
     yield from (each for each in (folder / "tokenizer", nemo.tokenizer_of(folder)) if each.is_dir())
     if (folder.parent / nemo_1.CONFIG_FILE).is_file():
         yield folder.parent
-
-
-def _read_state(stored: Mapping[str, DcpTensor], reading: Reading) -> dict[str, Tensor]:
-    """One optimizer state under the names of the weights; `stored` has the keys of weights."""
-    return _StackedReader(stored, reading).tensors()
 
 
 _ANCHORS = ("embedding.word_embeddings.weight", "output_layer.weight", "decoder.layers.")
@@ -202,10 +206,14 @@ def _parse(key: str) -> _StackedKey:
 
 
 class _StackedReader:
-    """Collects the chunks of all keys under the names of complete tensors."""
+    """Collects the chunks of all keys, those of weights or of states of weights, under the names of complete tensors.
 
-    def __init__(self, stored: Mapping[str, DcpTensor], reading: Reading) -> None:
+    A model that `is_hybrid` has the names of the GPTModel that computes the same.
+    """
+
+    def __init__(self, stored: Mapping[str, DcpTensor], reading: Reading, is_hybrid: bool) -> None:
         self.copies = CopyFinder()
+        self._named = gpt_name if is_hybrid else str
         self.per_layer = False
         self._parts: dict[str, list[tuple[tuple[int, ...], View]]] = {}
         self._shapes: dict[str, tuple[DType, tuple[int, ...]]] = {}
@@ -235,7 +243,7 @@ class _StackedReader:
                     place = place._replace(expert=at[-1])
                 if parsed.stacks_layers:
                     place = place._replace(layer=at[0])
-                name = parsed.wrappers + name_of(place)
+                name = parsed.wrappers + self._named(name_of(place))
                 self._shapes[name] = tensor.dtype, shape
                 self._parts.setdefault(name, []).append(
                     (tuple(low), view.reshape(*chunk.sizes[lead:]) if alone else view[index])

@@ -29,12 +29,14 @@ from reshard.containers.dcp_metadata import (
 )
 from reshard.containers.torchfiles.read import ChunkReader
 from reshard.containers.torchfiles.write import image_bytes, layout_torch_file
+from reshard.families.rules import layer_pattern
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.copied_files import explained
 from reshard.formats.megatron import fsdp_dtensor
 from reshard.formats.megatron.common_state import ReadChunk, is_torch_dcp, read_common, respelled
+from reshard.formats.megatron.hybrid_layers import hybrid_layout, hybrid_place
 from reshard.formats.megatron.mcore import (
     LINEARS_BESIDE,
     PARALLEL_LINEARS,
@@ -44,7 +46,6 @@ from reshard.formats.megatron.mcore import (
     StageFinder,
     is_carried,
     is_gated,
-    is_hybrid,
     name_of,
     place_of,
     split_of,
@@ -59,6 +60,7 @@ from reshard.transfer.plan import OutputFile, Planned
 from reshard.transfer.source_files import Sources
 
 NAME = "megatron"
+HEAD = "output_layer.weight"
 
 
 def detect(path: Path) -> bool:
@@ -247,13 +249,18 @@ class _TorchDistWriter:
 class TorchDistWriting(MegatronWriting):
     """One iteration in torch_dist, and the tracker that names it."""
 
+    stores_hybrid = True
+
     def files(self) -> list[OutputFile]:
         """The files of one iteration and the tracker that names it."""
         tensors, layout = self.request.tensors, self.request.layout
         args, iteration = self.arguments, self.iteration
         transformer_engine, optimizer = args["transformer_impl"] != "local", self.optimizer
         places = {tensor.name: place_of(tensor.name) for tensor in tensors}
-        hybrid = is_hybrid(args)
+        if self.hybrid:
+            places = {name: hybrid_place(place) for name, place in places.items()}
+            layout = hybrid_layout(layout)
+        hybrid = bool(layer_pattern(args))
         # Megatron-Core stacks layers only if they are all of one kind.
         kinds = ("moe_layer_freq", "linear_attention_freq")
         stacked = not hybrid and all(args.get(kind) in (None, 1) for kind in kinds)
@@ -273,6 +280,8 @@ class TorchDistWriting(MegatronWriting):
             for module in _with_extra_state(place, writer.spelling, hybrid):
                 layers = tensor.shape[0] if module.startswith(STACKED_BESIDE) else 1
                 writer.add_extra_state(place._replace(module=module), layers)
+        if hybrid and HEAD not in places:  # a head that is the embedding has this state, too
+            writer.add_extra_state(MegatronPosition(HEAD.removesuffix(".weight")))
         for prefix, states in optimizer.keyed().items() if optimizer else ():
             for name, state in states.items():
                 writer.add(state, name, prefix)
@@ -329,7 +338,7 @@ def _with_extra_state(place: MegatronPosition, spelling: LayerSpelling, hybrid: 
     A `hybrid` model also saves that of its head.
 
     Transformer Engine's attention has one too. Since 0.13 the decoder does not save it unless its softmax has a
-    learnable offset; MTP layers do. Sparse attention with an indexer is Megatron-Core's own, and has none.
+    learnable offset; MTP layers of GPTModel do. Sparse attention with an indexer is Megatron-Core's own, and has none.
     """
     module, _, kind = place.module.removesuffix(".query").rpartition(".")
     if is_carried(name_of(place)):
@@ -337,10 +346,8 @@ def _with_extra_state(place: MegatronPosition, spelling: LayerSpelling, hybrid: 
         return
     if module == "mixer.in_proj" or (kind == "weight" and module.rpartition(".")[2] in PARALLEL_LINEARS):
         yield module
-        dense = spelling.transformer_engine and not spelling.indexed
+        dense = spelling.transformer_engine and not spelling.indexed and not hybrid
         if dense and place.stack == "mtp" and module.endswith(".linear_proj"):
             yield module.replace("linear_proj", "core_attention")
-    if (kind == "softmax_offset" and spelling.transformer_engine) or (
-        hybrid and place.module == "output_layer.weight"
-    ):
+    if (kind == "softmax_offset" and spelling.transformer_engine) or (hybrid and place.module == HEAD):
         yield module

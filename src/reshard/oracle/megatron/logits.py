@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from reshard.oracle.megatron.gpt_model import build_model, centre_norms
 from reshard.oracle.megatron.load_weights import Mismatch, load_weights, refuse_unloadable
 from reshard.oracle.megatron.ranks import run_ranks
 
+BuildModel = Callable[..., list[Any]]
 BatchTokens = npt.NDArray[np.integer[Any]]
 
 
@@ -38,19 +39,20 @@ def megatron_logits(
     *,
     args: argparse.Namespace | Mapping[str, Any],
     layout: Layout | None = None,
+    build: BuildModel = build_model,
     **settings: Any,
 ) -> MegatronLogits:
     """Run `tokens` [batch, sequence] through the checkpoint in the iteration folder `checkpoint`, in float32.
 
     torch_dist is loaded in `layout` (default: one rank); `mp_rank_*` in the layout that it was saved in, which
-    must be passed as `layout`. `args` are Megatron-LM's, as the checkpoint stores them; `settings` are those of
-    `build_model`. Raises ReshardError if weights are missing or unexpected, or if the installed megatron-core cannot
-    load the checkpoint; RankError if a rank fails.
+    must be passed as `layout`. `args` are Megatron-LM's, as the checkpoint stores them; `build` makes the model of a
+    rank from them, the layout and the `settings`. Raises ReshardError if weights are missing or unexpected, or if the
+    installed megatron-core cannot load the checkpoint; RankError if a rank fails.
     """
     folder = Path(checkpoint)
     refuse_unloadable(folder)
     layout = layout or Layout()
-    ranks = run_ranks(layout.world_size, _rank_logits, folder, tokens, args, layout, settings)
+    ranks = run_ranks(layout.world_size, _rank_logits, folder, tokens, args, layout, build, settings)
     mismatch = Mismatch.union([each for each, _ in ranks])
     if problems := _problems(mismatch, folder):
         raise ReshardError(problems)
@@ -88,6 +90,7 @@ def _rank_logits(
     tokens: BatchTokens,
     args: argparse.Namespace | Mapping[str, Any],
     layout: Layout,
+    build: BuildModel,
     settings: Mapping[str, Any],
 ) -> tuple[Mismatch, list[npt.NDArray[np.float32]]]:
     """One rank's part: the last stage's first tensor and data parallel rank returns the logits."""
@@ -95,7 +98,7 @@ def _rank_logits(
     from megatron.core import parallel_state as ps
 
     process_groups.initialize(layout)
-    chunks = build_model(args, layout, **settings)
+    chunks = build(args, layout, **settings)
     mismatch = load_weights(chunks, folder)
     everywhere: list[Mismatch] = [mismatch] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everywhere, mismatch)
