@@ -89,6 +89,11 @@ def test_what_a_hybrid_model_saved_is_read_and_written_alike(name: str, tmp_path
     assert_agree(logits(source)[-1], computed[..., :250])
 
 
+def test_its_logits_need_a_gpu() -> None:
+    with pytest.raises(ReshardError, match="--megatron-model gpt"):
+        reshard.verify(DATA / "latent", DATA / "latent", logits=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_both_models_compute_and_train_the_same(name: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.base.missing_packages import remedy
 from reshard.commands.verification import Side
 from reshard.families.family import ENGINE_TITLES, MCORE
+from reshard.formats.options import HYBRID
 from reshard.model.vocabulary import embedding_rows
 
 THRESHOLD = 1e-5
@@ -77,6 +78,13 @@ def _require_family(side: Side) -> None:
     """Raise ReshardError if megatron-core would have to compute a family that it does not have."""
     if side.checkpoint.has_hub_names or side.model is None:
         return
+    if side.checkpoint.variant == HYBRID:
+        raise ReshardError(
+            "logits-of-hybrid-model",
+            "HybridModel consists of Transformer Engine's modules, which need a GPU",
+            file=str(side.checkpoint.path),
+            remedy="convert it with --to megatron --megatron-model gpt, and compare the output, with the same weights",
+        )
     engine = side.model.family.engine_for(side.checkpoint.dialect.engine or MCORE)
     if engine != MCORE:
         raise ReshardError(
