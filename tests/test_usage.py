@@ -182,14 +182,6 @@ def test_help_of_what_is_no_command() -> None:
     assert "did you mean convert?" in refused("help", "convrt").err
 
 
-@pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS)])
-def test_help_fits_a_narrow_terminal(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only unbreakable text is longer: an option, or a command to type."""
-    monkeypatch.setenv("COLUMNS", "40")
-    lines = reshard(*words, "--help").out.splitlines()
-    assert [line for line in lines if len(line) > 40 and " reshard " not in line and "--" not in line] == []
-
-
 # ------------------------------------------------------------------------------------------- several paths
 
 

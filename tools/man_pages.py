@@ -15,11 +15,12 @@ import click
 
 from reshard.base.options import COMMON
 from reshard.cli import COMMANDS, cli
-from reshard.cli.helptext import EXAMPLE
 from reshard.cli.usage import sections
 from reshard.version import __version__
 
 FOLDER = Path(__file__).parents[1] / "docs/man"
+EXAMPLE = re.compile(r"^(?P<indent> *)(?P<command>\S.*\S) {2,}(?P<text>\S+(?: \S+)*)$")
+"""A command, and after two spaces what it is for."""
 
 
 def pages() -> dict[str, str]:

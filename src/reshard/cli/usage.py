@@ -10,7 +10,6 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.base.foreign_text import printable_line
 from reshard.base.options import COMMON, GROUPS
 from reshard.base.suggest import did_you_mean, meant
-from reshard.cli.helptext import Context
 from reshard.cli.options import WrongValue
 
 OPTIONS = {
@@ -77,8 +76,6 @@ class WrongUsageError(ReshardError):
 class Command(click.Command):
     """A command that reports all errors in its arguments at once."""
 
-    context_class = Context
-
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, [*args])
@@ -113,7 +110,6 @@ class Group(click.Group):
     """A group that suggests its commands."""
 
     command_class = Command
-    context_class = Context
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
