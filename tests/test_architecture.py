@@ -35,7 +35,6 @@ ORDER = (
     ("live", "runs"),
     ("guard",),
     ("cli",),
-    ("dropins",),
 )
 """From the bottom to the top. Parts on one line do not import each other."""
 FREE = ("__init__", "__main__")

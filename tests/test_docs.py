@@ -22,7 +22,6 @@ from demo.__main__ import stations
 from reshard import families
 from reshard.cli import COMMANDS, cli
 from reshard.cli.support import support
-from reshard.dropins import convert_torch_dist_to_hf, model_merger, zero_to_fp32
 from reshard.formats.contract import Format, Target
 from reshard.runs.train.methods import TRAINING_METHODS
 from tests.tables import TABLES
@@ -32,7 +31,6 @@ ENGLISH, CHINESE = REPOSITORY / "README.md", REPOSITORY / "README.zh-CN.md"
 MADE = {"failures.md"}
 """Pages made from data that has its own tests, full of names of other programs."""
 
-DROP_INS = (zero_to_fp32.command, model_merger.command, convert_torch_dist_to_hf.command)
 
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if page.name not in MADE]
@@ -124,7 +122,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 @cache
 def flags() -> set[str]:
     names: set[str] = set()
-    for command in (*map(command_named, COMMANDS), *DROP_INS):
+    for command in map(command_named, COMMANDS):
         inner = command.commands.values() if isinstance(command, click.Group) else ()
         for parameter in (parameter for each in (command, *inner) for parameter in each.params):
             if isinstance(parameter, click.Option):

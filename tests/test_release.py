@@ -178,8 +178,6 @@ def test_an_archive_runs_where_nothing_else_is_installed(
     convert = fresh.run("reshard", "convert", ZERO, "model", "--no-tokenizer")
     assert convert.returncode == 0, convert.stderr
     assert fresh.run("reshard", "verify", ZERO, "model", "--json").returncode == 0
-    assert fresh.run("python", "-m", "reshard.dropins.zero_to_fp32", ZERO, "fp32").returncode == 0
-    assert (tmp_path / "fp32" / "pytorch_model.bin").is_file()
     assert (tmp_path / "venv" / "share" / "man" / "man1" / "reshard-convert.1").is_file()
 
 

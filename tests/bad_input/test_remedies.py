@@ -38,8 +38,6 @@ NOT_HERE = {
         upload-changed-before""",
     "the memory, the disk or a bug": "disk-too-small out-of-memory unexpected-error value-of-wrong-kind",
     "a terabyte": "vocabulary-padded-too-far",
-    "the arguments of another script (tests/test_dropins.py)": """
-        drop-in-adapter drop-in-backend-differs drop-in-vocabulary-differs""",
 }
 """What an input needs that a test cannot make here, and the codes of such problems."""
 NO_CASE_YET = """

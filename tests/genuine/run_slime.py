@@ -3,7 +3,7 @@
     git clone https://github.com/THUDM/slime && git -C slime checkout 624b824a8
     python -m tests.genuine.run_slime slime ARGUMENTS…
 
-Of slime, only the module with its names is imported: its package needs the GPU image. `tests/data/dropins/slime` is
+Of slime, only the module with its names is imported: its package needs the GPU image. `tests/data/scripts/slime` is
 what it left of `tests/data/megatron_zarr/qwen2-tp2-pp2/torch_dist`, with the files there that are no weights as
 --origin-hf-dir.
 """

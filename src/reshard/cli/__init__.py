@@ -119,13 +119,13 @@ def cli() -> None:
     raise_again()  # the command is imported
 
 
-def main(argv: list[str] | None = None, command: click.Command = cli, program: str = "reshard") -> Any:
-    """Run the command line; the entry point of the `reshard` script. `program` is how `command` is called."""
+def main(argv: list[str] | None = None) -> Any:
+    """Run the command line; the entry point of the `reshard` script."""
     _open_streams()
     try:
         with warnings.catch_warnings():
             warnings.showwarning = partial(_show, warnings.showwarning)
-            return _run(command, program, sys.argv[1:] if argv is None else argv)
+            return _run(sys.argv[1:] if argv is None else argv)
     except (BrokenPipeError, SystemExit) as ended:  # rich turns the first into the second
         if not isinstance(ended, BrokenPipeError) and not isinstance(ended.__context__, BrokenPipeError):
             raise
@@ -134,9 +134,9 @@ def main(argv: list[str] | None = None, command: click.Command = cli, program: s
         sys.exit(READER_GONE)
 
 
-def _run(command: click.Command, program: str, arguments: list[str]) -> Any:
+def _run(arguments: list[str]) -> Any:
     try:
-        return command.main(args=arguments, prog_name=program, standalone_mode=False, obj=tuple(arguments))
+        return cli.main(args=arguments, prog_name="reshard", standalone_mode=False, obj=tuple(arguments))
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)

@@ -68,7 +68,7 @@ def command(a: Path, b: Path | None, *, quiet: bool, json_output: bool, options:
     elif not quiet and isinstance(outcome, Integrity):
         _print_integrity(outcome)
     elif not quiet and isinstance(outcome, Comparison):
-        print_comparison(outcome)
+        _print_comparison(outcome)
     elif not quiet and isinstance(outcome, Proof):
         _print_proof(outcome, a, b)
     sys.exit(0 if outcome else 1)
@@ -189,7 +189,7 @@ def _largest(rows: list[Row]) -> str:
     return f"(largest difference {max(row.largest or 0 for row in rows):.3g})"
 
 
-def print_comparison(comparison: Comparison) -> None:
+def _print_comparison(comparison: Comparison) -> None:
     """Print whether two checkpoints are equal, and where they differ."""
     console = stdout()
     for note in comparison.notes:
