@@ -30,7 +30,7 @@ from reshard.runs.doctor.python_api import DoctorOptions
 from reshard.runs.doctor.remedy_spelling import RunTools, spelled
 
 LABELS = {
-    "en": {"why": "why", "cure": "cure", "where": "where", "fixed": "fixed", "because": "because"}
+    "en": {"why": "why", "cure": "cure", "where": "where", "because": "because"}
     | {"sources": "sources", "also": "explains", "clean": "nothing wrong found", "punctuation": ": | (|, |)"}
     | {"sure": "sure", "likely": "likely", "possible": "possible", "unknown": "unknown"}
     | {"seen": "seen", "next": "next", "warning": "warning", "error": "error"}
@@ -52,7 +52,7 @@ LABELS = {
     }
     | {"hang": "hang", "silent": "silent", "symptom": "symptom"}
     | {"count": "{count} failures; `reshard doctor --explain ID` shows more"},
-    "zh": {"why": "原因", "cure": "解法", "where": "位置", "fixed": "改为", "because": "依据"}
+    "zh": {"why": "原因", "cure": "解法", "where": "位置", "because": "依据"}
     | {"sources": "来源", "also": "由此引起", "clean": "没有发现问题", "punctuation": "：|（|，|）"}
     | {"sure": "确定", "likely": "很可能", "possible": "有可能", "unknown": "未知"}
     | {"seen": "所见", "next": "下一步", "warning": "警告", "error": "错误"}
@@ -242,8 +242,6 @@ def _print_finding(finding: Finding, language: str) -> None:
         console.print(
             f"[bold]{words['where']}[/] {escape(words.get(str(place), str(place)))}  {escape(place.text)}"
         )
-        if place.fixed:
-            console.print(f"[bold]{words['fixed']}[/] {escape(place.fixed)}")
     if len(finding.places) > PLACES:
         console.print(f"[bold]{words['where']}[/] … +{len(finding.places) - PLACES:,} (--json)")
     console.print(f"[bold]{words[why]}[/] {escape_lines(finding.rule.of(language))}")

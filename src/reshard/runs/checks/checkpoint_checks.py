@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -195,7 +194,7 @@ def _methods(path: Path) -> list[ast.FunctionDef]:
 def _tokenizer(path: Path, config: ModelConfig, installed: Mapping[str, str] | None) -> Iterator[Finding]:
     """A tokenizer that only transformers 5 can open."""
     if config.get("tokenizer_class") == "TokenizersBackend":
-        place = _line_of(path, "TokenizersBackend", '"tokenizer_class": "PreTrainedTokenizerFast"')
+        place = _line_of(path, "TokenizersBackend")
         here = installed_version("transformers") if installed is None else installed.get("transformers")
         is_older = (here or "").startswith("4.")
         yield rules.finding(
@@ -225,8 +224,7 @@ def _generation(path: Path, config: ModelConfig, _: Mapping[str, str] | None) ->
     if config.get("do_sample") is True or not unused:
         return
     key = "do_sample" if "do_sample" in config else unused[0]
-    kept = "" if key == "do_sample" else f', "{key}": {json.dumps(config[key])}'
-    place = _line_of(path, f'"{key}"', f'"do_sample": true{kept}')
+    place = _line_of(path, f'"{key}"')
     values = {"keys": ", ".join(f"{key}={config[key]}" for key in unused)}
     yield rules.finding("checkpoint-generation-config", [place], values)
 
@@ -238,14 +236,12 @@ FILE_CHECKS: dict[str, Callable[[Path, ModelConfig, Mapping[str, str] | None], I
 }
 """By the file that they read."""
 MAX_CHARACTERS = 200
-"""Characters of a line that is shown with its fixed version: JSON without line breaks is longer."""
+"""Characters of a line that are shown: JSON without line breaks is longer."""
 
 
-def _line_of(path: Path, word: str, fixed: str = "") -> Location:
-    """The first line of a file with a word, and its fixed version."""
+def _line_of(path: Path, word: str) -> Location:
+    """The first line of a file with a word."""
     lines = path.read_text(encoding="utf-8").splitlines()
     number = next((i for i, line in enumerate(lines, 1) if word in line), None)
     text = lines[number - 1].strip() if number else word
-    if len(text) > MAX_CHARACTERS:
-        return Location(str(path), number, clipped(text, MAX_CHARACTERS))
-    return Location(str(path), number, text, fixed + ("," if fixed and text.endswith(",") else ""))
+    return Location(str(path), number, clipped(text, MAX_CHARACTERS))

@@ -98,10 +98,10 @@ FSDP1_KEYS = tuple(
 
 def _accelerate(config: ConfigText) -> Iterator[Finding]:
     if config.get("fsdp_config.fsdp_state_dict_type") == "SHARDED_STATE_DICT":
-        where = config.changed("fsdp_config.fsdp_state_dict_type", "FULL_STATE_DICT")
+        where = config.place("fsdp_config.fsdp_state_dict_type")
         yield rules.finding("sharded-save-model", [where], severity="warning", certainty="possible")
     if config.get("mixed_precision") == "bf16":
-        yield from without_bf16(find_gpus()[0], config.changed("mixed_precision", "fp16"))
+        yield from without_bf16(find_gpus()[0], config.place("mixed_precision"))
 
 
 def _fsdp(config: ConfigText) -> Iterator[Finding]:
@@ -111,11 +111,11 @@ def _fsdp(config: ConfigText) -> Iterator[Finding]:
         return
     if given.get("fsdp_version") == 2:
         old = [key for key in FSDP1_KEYS if given.get(key) not in (None, False, "NO_PREFETCH")]
-        places = [config.dropped(f"fsdp_config.{key}") for key in old]
+        places = [config.place(f"fsdp_config.{key}") for key in old]
         severity = "error" if truth(given.get("fsdp_forward_prefetch")) else "warning"
     else:
         old = [f"{after_forward}: true/false"] if isinstance(given.get(after_forward), bool) else []
-        places = [config.changed(f"fsdp_config.{after_forward}", "FULL_SHARD")]
+        places = [config.place(f"fsdp_config.{after_forward}")]
         severity = "error"
     if old:
         yield rules.finding("config-fsdp-versions", places, {"keys": ", ".join(old)}, severity=severity)
@@ -128,7 +128,7 @@ def _gathering(config: ConfigText) -> Iterator[Finding]:
     """ZeRO-3 that does not gather the weights when it saves."""
     stage, gather = "zero_optimization.stage", "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     if config.get(stage) == 3 and config.get(gather) in (None, False):
-        place = config.changed(gather, True) if gather in config.spots else config.place(stage)
+        place = config.place(gather if gather in config.key_lines else stage)
         is_of_trainer = any(re.search(r"\bauto\b", line) for line in config.lines)
         yield rules.finding(
             "config-zero3-gather", [place], certainty="likely" if is_of_trainer else "possible"
@@ -142,7 +142,7 @@ def _spread_models(config: ConfigText, launch: Launch | None) -> Iterator[Findin
     """Device maps over several devices, in `model_init_kwargs` and everywhere else."""
     keys = [] if launch and launch.is_alone else list(spread_in(config.content))
     if keys:
-        yield spread_model([config.changed(key, None) for key in keys], launch)
+        yield spread_model([config.place(key) for key in keys], launch)
 
 
 CONFIG_CHECKS: dict[str, tuple[Callable[[ConfigText], Iterator[Finding]], ...]] = {
@@ -165,15 +165,13 @@ def _keys(config: ConfigText, program: str) -> Iterator[Finding]:
     for key in _keys_to_look_up(config, program):
         name = key.rpartition(".")[2]
         if why := keys.gone(name):
-            place = config.renamed(key, why.renamed) if why.renamed else config.dropped(key)
-            place = config.place(key) if why.bounds and why.bounds.since else place
-            yield of_other_release(keys.program, name, why, place, versions)
+            yield of_other_release(keys.program, name, why, config.place(key), versions)
         elif near := keys.near(name):
             slips[key] = near
     if slips:
         names = ", ".join(key.rpartition(".")[2] for key in slips)
         values = {"program": keys.program, "key": names, "near": ", ".join(slips.values())}
-        places, evidence = [config.renamed(*each) for each in slips.items()], [read_from(keys.table)]
+        places, evidence = [config.place(key) for key in slips], [read_from(keys.table)]
         yield rules.finding("config-unknown-key", places, values, certainty="likely", evidence=evidence)
 
 
@@ -181,6 +179,6 @@ def _keys_to_look_up(config: ConfigText, program: str) -> list[str]:
     """The keys of a config to look up: those that the program reads itself."""
     if program == "deepspeed":
         free = ("optimizer.params.", "scheduler.params.")
-        return [key for key in config.spots if not key.startswith(free)]
+        return [key for key in config.key_lines if not key.startswith(free)]
     nested = ("fsdp_config.", "deepspeed_config.") if program == "accelerate" else ()
-    return [key for key in config.spots if "." not in key or key.startswith(nested)]
+    return [key for key in config.key_lines if "." not in key or key.startswith(nested)]

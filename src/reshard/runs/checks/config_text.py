@@ -1,4 +1,4 @@
-"""The text of a config: its content, the line of each key, and fixed versions of that line."""
+"""The text of a config: its content, and the line of each key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -30,15 +30,6 @@ _Loader.add_implicit_resolver(  # YAML 1.2 and OmegaConf read 1e-5 as a number, 
 )
 
 
-@dataclass(frozen=True)
-class _Spot:
-    """The position of a key and its value: lines and columns from 0."""
-
-    line: int
-    key: tuple[int, int]
-    value: tuple[int, int] | None
-
-
 @dataclass
 class ConfigText:
     """A parsed config. Keys of nested mappings are joined by dots."""
@@ -46,7 +37,8 @@ class ConfigText:
     path: str
     lines: list[str]
     content: Any
-    spots: dict[str, _Spot]
+    key_lines: dict[str, int]
+    """The line of each key, from 1."""
     repeated: list[str] = field(default_factory=list)
     installed: Mapping[str, str] | None = None
     """The packages of the Python that reads it; None if that is this one."""
@@ -60,37 +52,10 @@ class ConfigText:
 
     def place(self, key: str) -> Location:
         """The line of a key; the file, if the key is missing."""
-        spot = self.spots.get(key)
-        if spot is None:
+        line = self.key_lines.get(key)
+        if line is None:
             return Location(self.path, None, key)
-        return Location(self.path, spot.line + 1, self.lines[spot.line].strip())
-
-    def changed(self, key: str, value: object) -> Location:
-        """The line of a key with another value."""
-        spot = self.spots.get(key)
-        if spot is None or spot.value is None:
-            return self.place(key)
-        plain = isinstance(value, str) and value.isidentifier() and not _is_json(self.path)
-        return self._fixed(spot, spot.value, str(value) if plain else json.dumps(value))
-
-    def renamed(self, key: str, name: str) -> Location:
-        """The line of a key with another key."""
-        spot = self.spots.get(key)
-        if spot is None:
-            return self.place(key)
-        return self._fixed(spot, spot.key, json.dumps(name) if _is_json(self.path) else name)
-
-    def dropped(self, key: str) -> Location:
-        """The line of a key as a comment, if its value is on that line; JSON has no comments."""
-        place, spot = self.place(key), self.spots.get(key)
-        if spot is None or spot.value is None or _is_json(self.path):
-            return place
-        return replace(place, fixed=f"# {place.text}")
-
-    def _fixed(self, spot: _Spot, columns: tuple[int, int], by: str) -> Location:
-        line = self.lines[spot.line]
-        fixed = line[: columns[0]] + by + line[columns[1] :]
-        return Location(self.path, spot.line + 1, line.strip(), fixed.strip())
+        return Location(self.path, line, self.lines[line - 1].strip())
 
 
 def _is_json(path: str) -> bool:
@@ -116,10 +81,10 @@ def read_config(path: str) -> ConfigText:
     root = None
     with suppress(yaml.YAMLError):  # JSON that is not YAML
         root = yaml.compose(text.replace("\t", " "), Loader=_Loader)
-    every = list(_spots(root, ""))
+    every = list(_key_lines(root, ""))
     repeated = [name for name, count in Counter(name for name, _ in every).items() if count > 1]
-    spots = {**dict(_merged(root, "")), **dict(every)}
-    return ConfigText(path, text.splitlines(), content, spots, repeated)
+    key_lines = {**dict(_merged(root, "")), **dict(every)}
+    return ConfigText(path, text.splitlines(), content, key_lines, repeated)
 
 
 def _unreadable(path: str, error: Exception) -> ReshardError:
@@ -135,25 +100,22 @@ def _unreadable(path: str, error: Exception) -> ReshardError:
     )
 
 
-def _merged(node: Any, prefix: str) -> Iterator[tuple[str, _Spot]]:
+def _merged(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
     """Keys that come from an alias (`<<: *base`), at the position of the anchor."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         if key.value == "<<":
             for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                yield from _spots(each, prefix)
+                yield from _key_lines(each, prefix)
         else:
             yield from _merged(value, f"{prefix}{key.value}.")
 
 
-def _spots(node: Any, prefix: str) -> Iterator[tuple[str, _Spot]]:
+def _key_lines(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in node.value:
         if key.value == "<<":
             continue
         name = f"{prefix}{key.value}"
-        begin, end = value.start_mark, value.end_mark
-        one_line = isinstance(value, yaml.ScalarNode) and begin.line == end.line == key.start_mark.line
-        columns = (key.start_mark.column, key.end_mark.column)
-        yield name, _Spot(key.start_mark.line, columns, (begin.column, end.column) if one_line else None)
-        yield from _spots(value, f"{name}.")
+        yield name, key.start_mark.line + 1
+        yield from _key_lines(value, f"{name}.")

@@ -1,4 +1,4 @@
-"""A line in a file of the user to which a finding points, and how the line should read; and what starts a script."""
+"""A line in a file of the user to which a finding points; and what starts a script."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ MAX_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class Location:
-    """Where a problem shows. `line` counts from 1, `text` is that line, `fixed` its fixed version."""
+    """Where a problem shows. `line` counts from 1, `text` is that line."""
 
     target: str
     line: int | None = None
     text: str = ""
-    fixed: str = ""
 
     @staticmethod
     def of(target: str, line: int, text: str) -> Location:

@@ -100,18 +100,9 @@ class Script:
     def lines(self) -> list[str]:
         return self.text.splitlines()
 
-    def place(self, line: int, fixed: str = "") -> Location:
-        """A line of the script, with its fixed version."""
-        return Location(self.path, line, self.lines[line - 1].strip(), fixed.strip())
-
-    def replaced(self, node: ast.expr | ast.keyword, by: str) -> Location:
-        """The line of an expression with a replacement for the expression; unchanged if that spans lines."""
-        line = self.lines[node.lineno - 1].encode()
-        if node.end_lineno != node.lineno:
-            return self.place(node.lineno)
-        return self.place(
-            node.lineno, (line[: node.col_offset] + by.encode() + line[node.end_col_offset :]).decode()
-        )
+    def place(self, line: int) -> Location:
+        """A line of the script."""
+        return Location(self.path, line, self.lines[line - 1].strip())
 
     def find(self, *last: str) -> list[Call]:
         """Calls of any of these classes, functions or methods."""

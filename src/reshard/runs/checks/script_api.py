@@ -13,7 +13,7 @@ from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, REPLACED_NAME
 from reshard.runs.checks.history.bloom_filters import packages_with
 from reshard.runs.checks.history.call_parameters import parameters, refused
 from reshard.runs.checks.history.versions_in_use import Versions
-from reshard.runs.checks.location import Launch, Location
+from reshard.runs.checks.location import Launch
 from reshard.runs.checks.other_releases import added_later, of_other_release
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.checks.script import Call, Script
@@ -124,14 +124,12 @@ def _of_name(
         return
     new = own.elsewhere(name, module, max(0, own.place(version)[0])) if name else None
     instead = replaced or (f"from {new} import {name}" if new else "")
-    is_alone = isinstance(node, ast.ImportFrom) and len(node.names) == 1 and node.end_lineno == node.lineno
-    line = source.lines[node.lineno - 1]
-    fixed = re.sub(r"from \S+ import .*", instead, line) if instead.startswith("from ") and is_alone else ""
     values = {"name": spelling, "package": own.package, "release": bounds.last}
     values["pin"] = f"{own.package}{bounds.specifier}"
     values["instead"] = phrase_text("write-instead", new=instead) if instead else phrase_text("go-back")
-    place = source.place(node.lineno, fixed)
-    yield rules.finding("script-name-gone", [place], values, **versions.proof(own, bounds.until))
+    yield rules.finding(
+        "script-name-gone", [source.place(node.lineno)], values, **versions.proof(own, bounds.until)
+    )
 
 
 # -------------------------------------------------------------------------------------------------- keywords
@@ -169,32 +167,11 @@ def _of_call(
     for keyword in call.node.keywords:
         why = refused(own, function, keyword.arg, versions) if keyword.arg else None
         if why and why.bounds:
-            place = _renamed(source, keyword, why.renamed) if why.renamed else _dropped(source, keyword)
-            place = source.place(keyword.lineno) if why.bounds.since else place
-            yield of_other_release(owner, str(keyword.arg), why, place, versions)
+            yield of_other_release(owner, str(keyword.arg), why, source.place(keyword.lineno), versions)
         elif why:
             known = parameters(own, function, versions) or set()
             for near in closest(str(keyword.arg), known, cutoff=LEAST_SIMILARITY):
                 values = {"name": owner, "key": keyword.arg, "near": near}
                 proof = versions.proof(own, own.versions[-1])
-                place = _renamed(source, keyword, near)
+                place = source.place(keyword.lineno)
                 yield rules.finding("script-unknown-keyword", [place], values, **proof)
-
-
-def _renamed(source: Script, keyword: ast.keyword, new: str) -> Location:
-    """The line of a keyword with another name."""
-    line = source.lines[keyword.lineno - 1]
-    return source.place(keyword.lineno, re.sub(rf"\b{keyword.arg}(\s*=)", rf"{new}\1", line, count=1))
-
-
-def _dropped(source: Script, keyword: ast.keyword) -> Location:
-    """The line without a keyword: as a comment if it stands alone, else with the rest of the call."""
-    line = source.lines[keyword.lineno - 1]
-    before, after = line[: keyword.col_offset], line[keyword.end_col_offset :]
-    if keyword.end_lineno != keyword.lineno:
-        return source.place(keyword.lineno)
-    if not before.strip() and after.strip() in ("", ","):
-        return source.place(keyword.lineno, f"# {line.strip()}")
-    rest = re.sub(r"^\s*,\s*", "", after)
-    before = before if rest != after else re.sub(r",\s*$", "", before)
-    return source.place(keyword.lineno, before + rest)

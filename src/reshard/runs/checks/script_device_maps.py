@@ -32,15 +32,21 @@ _SETS_WORLD_SIZE = re.compile(r"""environ(?:\.setdefault\(|\[)["']WORLD_SIZE["']
 
 def spread_models(source: Script, launch: Launch | None) -> Iterator[Finding]:
     """A model over several devices that a trainer gets, which needs a whole one in each process."""
-    places: list[Location] = []
+    spread: list[Location] = []
+    trained: list[Location] = []
     for value in _device_maps(source.tree):
-        spread = _spread(value, source)
-        sink = _trained_by(value, source) if spread else None
+        choices = _spread(value, source)
+        sink = _trained_by(value, source) if choices else None
         if sink is not None:
-            places += [*(source.replaced(each, "None") for each in spread), source.place(sink.line)]
-    if places:
-        ordered = sorted(places, key=lambda place: (not place.fixed, place.line or 0))
-        yield spread_model(dict.fromkeys(ordered), launch, _LAUNCHED.search(source.text))
+            spread += [source.place(each.lineno) for each in choices]
+            trained.append(source.place(sink.line))
+    if spread:
+        places = [*sorted(spread, key=_line), *sorted(trained, key=_line)]
+        yield spread_model(dict.fromkeys(places), launch, _LAUNCHED.search(source.text))
+
+
+def _line(place: Location) -> int:
+    return place.line or 0
 
 
 def spread_model(
@@ -71,9 +77,7 @@ def export_device_map(source: Script, launch: Launch | None) -> Iterator[Finding
     if _SETS_WORLD_SIZE.search(source.text) and not any(spread_models(source, launch)):
         spread = [value for value in _device_maps(source.tree) if _is_spread(value)]
         if spread:
-            yield rules.finding(
-                "script-export-device-map", [source.replaced(value, "None") for value in spread]
-            )
+            yield rules.finding("script-export-device-map", [source.place(value.lineno) for value in spread])
 
 
 def _device_maps(tree: ast.Module) -> Iterator[ast.expr]:

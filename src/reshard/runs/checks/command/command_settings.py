@@ -53,9 +53,9 @@ def of_file(path: Path) -> CommandSettings:
 
     with suppress(ReshardError):
         config = read_config(str(path))
-        return {key: (config.get(key), config.place(key)) for key in config.spots if "." not in key} | {
+        return {key: (config.get(key), config.place(key)) for key in config.key_lines if "." not in key} | {
             key: (value, config.place(key))
-            for key in config.spots
+            for key in config.key_lines
             if not isinstance(value := config.get(key), Mapping)
         }
     return {}

@@ -125,8 +125,8 @@ def _of_config(file: str) -> Iterator[tuple[str, object, int]]:
     with suppress(ReshardError):  # which is a finding of its own
         config = read_config(file)
         for name, value in _leaves(config.content, ""):
-            if spot := config.spots.get(name):
-                yield name, value, spot.line + 1
+            if line := config.key_lines.get(name):
+                yield name, value, line
 
 
 def _leaves(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, object]]:
