@@ -26,9 +26,9 @@ from reshard.runs.doctor.causes.api_changes import of_failure
 from reshard.runs.doctor.causes.checkpoint_kinds import of_kind
 from reshard.runs.doctor.causes.dtype_errors import of_dtypes
 from reshard.runs.doctor.causes.fatal_signals import of_exit
-from reshard.runs.doctor.causes.import_errors import of_module, of_pair, of_symbol
+from reshard.runs.doctor.causes.import_errors import of_module, of_symbol
 from reshard.runs.doctor.causes.message_rules import of_message
-from reshard.runs.doctor.causes.package_requirements import of_packages, of_requirement, of_resolver
+from reshard.runs.doctor.causes.package_requirements import of_packages, of_requirement
 from reshard.runs.doctor.causes.shadowed_packages import of_shadow
 from reshard.runs.doctor.causes.unknown_arguments import of_arguments
 from reshard.runs.doctor.entries.matching import EntryMatch, of_entries
@@ -117,12 +117,11 @@ RECOGNISERS: Mapping[Specificity, set[Recogniser]] = {
         of_failure,
         of_shadow,
         of_symbol,
-        of_resolver,
         of_requirement,
         weight_names.of_names,
         of_dtypes,
     },
-    Specificity.KIND: {of_packages, of_module, of_pair},
+    Specificity.KIND: {of_packages, of_module},
     Specificity.UNKNOWN: {of_unknown, of_unseen, of_setting},
 }
 """The recognisers, by how closely what they find fits."""

@@ -1,4 +1,4 @@
-"""What cannot be imported: a module, a part of a package, a name of another release, a symbol of another build."""
+"""What cannot be imported: a module, a part of a package, a symbol of another build."""
 
 from __future__ import annotations
 
@@ -54,35 +54,6 @@ def imports_itself(root: Traceback, log: Log) -> bool:
     """Whether the import that failed is relative, so that a package lacks a part of its own."""
     before = (line.text for line in log.lines if line.stream == root.stream and line.number == root.last - 1)
     return bool(_RELATIVE.match(root.source or next(before, "")))
-
-
-_QUOTE = r"['\"`‘’]"
-_NAME = re.compile(
-    rf"cannot import name {_QUOTE}(?P<name>\w+){_QUOTE}? from "
-    rf"{_QUOTE}(?P<module>(?P<package>[A-Za-z]\w*)(?:\.\w+)*){_QUOTE}(?: \((?P<path>[^)\n]{{0,300}}))?"
-)
-_NOT_OF_RELEASES = ("partially initialized", "unknown location")
-"""Words for a circular import, and for a folder without files: no release has another name then."""
-
-
-def of_pair(root: Traceback, log: Log) -> Finding | None:
-    """The finding that a package imports a name which the installed release of another one does not have.
-
-    For packages whose history is not known.
-    """
-    match = _NAME.search(root.error_text)
-    importer = _owner(root.frames[-1]) if root.frames else None
-    if match is None or importer is None or any(each in root.error_text for each in _NOT_OF_RELEASES):
-        return None
-    package, path = match["package"], match["path"]
-    if package in (importer, *_SHARED, *PACKAGE_OF_ROOT) or (path and not INSTALLED_PATH.search(path)):
-        return None
-    values: dict[str, object] = {
-        **match.groupdict(),
-        "distribution": installed_for(package),
-        "importer": PACKAGE_OF_ROOT.get(importer, importer.replace("_", "-")),
-    }
-    return rules.finding("import-of-other-release", values=values)
 
 
 def _owner(frame: str) -> str | None:

@@ -1,105 +1,19 @@
-"""Which release of which package a failure requires: a resolver's conflict, a refused version, a missing package."""
+"""Which release of which package a failure requires: a refused version, a missing package."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
-
-from packaging.utils import canonicalize_name
 
 from reshard.base.languages import Text
 from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.history.api_table import PACKAGE_OF_ROOT, PACKAGE_ROOTS
-from reshard.runs.checks.location import Location
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.causes.pip_commands import imported_from, installed_for
 from reshard.runs.doctor.frame_packages import KNOWN_FOLDERS
 from reshard.runs.doctor.text.log import Log, Traceback
 from reshard.runs.doctor.text.partial_failures import CUT_OFF_TRACEBACK, EXIT_STATUS
-
-# --------------------------------------------------------------------- requirements that exclude each other
-
-_FAILED = re.compile(
-    r"ResolutionImpossible|have conflicting dependencies|No solution found when resolving"
-    r"|your requirements (?:and .{1,200} )?are (?:incompatible|unsatisfiable)"
-)
-_SPEC = (
-    r"(?<![\w.-])[A-Za-z][\w.-]{0,80}(?:\[[\w,.-]{0,80}\])?[ (]{0,2}"
-    r"(?:[<>=!~]=?=?[^\s,;)<>=!~]{1,40},?){0,6}"
-)
-_PIP = re.compile(
-    r"^[ \t]{0,40}(?:(?P<who>[A-Za-z][\w.-]{0,80}(?:\[\S{0,80}\])? \S{1,60}) depends on"
-    rf"|The user requested(?: \(constraint\))?) (?P<what>{_SPEC})",
-    re.MULTILINE,
-)
-_UV = re.compile(
-    rf"(?P<who>\byou\b|{_SPEC})\s(?:depends? on|requires?)\s(?P<what>{_SPEC})"
-    rf"(?:\sand\s(?!you\b)(?P<also>{_SPEC})(?!\s(?:depend|require)))?"
-)
-_TAG = re.compile(
-    r"(?:\bonly (?P<name>[A-Za-z][\w-]{0,60})[\w.<>=!~+,]{0,60}|(?P<what>[A-Za-z][\w.-]{0,60}"
-    r"(?:[<>=!~]=?[\w.+]{1,30},?){0,3})) (?:has|have)(?: no)? wheels with a matching"
-    r" (?P<kind>Python|platform)(?: ABI| version| implementation)? tag"
-)
-"""uv on a package whose wheels do not fit the interpreter or the machine."""
-USER = "you"
-MAX_REQUIREMENTS = 8
-"""Maximum requirements that are shown."""
-
-
-class Need(NamedTuple):
-    """A requirement (`torch==2.6.0`), and its origin: a package with its version, or the user."""
-
-    who: str
-    what: str
-
-
-def of_resolver(root: Traceback, log: Log) -> Finding | None:
-    """The requirements that exclude each other, as pip or uv lists them; None for other failures."""
-    line = next((line for line in log.lines if _FAILED.search(line.text)), None)
-    if line is None:
-        return None
-    place = Location.of(log.name, line.number, line.text)
-    if tag := _TAG.search(re.sub(r"\s+", " ", log.text)):
-        what = {"what": tag["what"] or tag["name"]}
-        return rules.finding(f"wheels-of-other-{tag['kind'].lower()}", [place], what)
-    by_package: dict[str, list[Need]] = {}
-    for need in dict.fromkeys(_needs(log.text)):
-        by_package.setdefault(canonicalize_name(_name(need.what)), []).append(need)
-    package, clash = max(
-        by_package.items(), key=lambda item: len({each.what for each in item[1]}), default=("", [])
-    )
-    if len({each.what for each in clash}) < 2:
-        return None
-    packages = sorted({_name(each.who) for each in clash} - {USER})
-    values = {
-        "package": package,
-        "needs": Text.same("\n".join(f"  {each.who}: {each.what}" for each in clash[:MAX_REQUIREMENTS])),
-        "packages": " ".join(dict.fromkeys([*packages, package])),
-    }
-    return rules.finding("requirements-conflict", [place], values)
-
-
-def _needs(text: str) -> Iterator[Need]:
-    for match in _PIP.finditer(text):
-        yield Need(match["who"] or USER, _plain(match["what"]))
-    if "we can conclude" not in text:
-        return
-    for match in _UV.finditer(re.sub(r"\n[ \t]{4,80}(?=\S)", " ", text)):
-        yield from (
-            Need(_plain(match["who"]), _plain(what)) for what in (match["what"], match["also"]) if what
-        )
-
-
-def _plain(what: str) -> str:
-    return re.sub(r"[\s()]+", "", what).rstrip(",.")
-
-
-def _name(requirement: str) -> str:
-    return re.split(r"[^\w.-]", requirement)[0]
-
 
 # -------------------------------------------------------------------------------------- a release that is required
 
