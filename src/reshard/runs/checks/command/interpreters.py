@@ -47,15 +47,15 @@ def shebang(path: Path) -> list[str]:
     return [word for word in words[1:] if word != "-S"] if words and Path(words[0]).name == "env" else words
 
 
-def interpreter_of(word: str, environment: Mapping[str, str], folder: Path) -> list[str] | None:
+def interpreter_of(word: str, environment: Mapping[str, str], folder: Path) -> tuple[str, ...] | None:
     """The words that start the Python of a program: itself, or the interpreter of a console script."""
     path = program(word, environment, folder)
     if path is None:
         return None
     if PYTHON.fullmatch(Path(word).name):
-        return [str(path)]
+        return (str(path),)
     first = shebang(path)
     if not first or not PYTHON.fullmatch(Path(first[0]).name):
         return None
     python = program(first[0], environment, folder)
-    return [str(python)] if python else None
+    return (str(python),) if python else None

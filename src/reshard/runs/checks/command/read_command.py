@@ -18,14 +18,14 @@ MAX_DEPTH = 10
 """How many programs of a command may start each other."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingCommand:
     """A command that trains, as far as it can be told without executing it."""
 
     words: tuple[str, ...]
     folder: Path
     """Where the script runs; a launch script may go there first."""
-    environment: Mapping[str, str]
+    environment: dict[str, str]
     """With the variables that the command sets itself."""
     launcher: str = ""
     """torchrun, accelerate, deepspeed, swift, megatron, llamafactory, axolotl, trl, verl or python; "" if unknown."""
@@ -77,13 +77,14 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
 
 def read_command(words: Sequence[str], environment: Mapping[str, str], folder: Path) -> TrainingCommand:
     """What a command starts, with which settings. Unknown parts keep the defaults of `TrainingCommand`."""
-    reading = _Reading(dict(environment), folder)
+    reading = _Reading(tuple(words), folder, dict(environment))
     rest = list(words)
     for _ in range(MAX_DEPTH):
         if not rest or (following := reading.step(rest)) is None:
             break
         rest = following
-    return reading.command(tuple(words))
+    reading.end()
+    return reading
 
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -97,26 +98,13 @@ LAUNCHER_PROGRAMS: dict[str, Launcher | Tool] = {
 
 
 @dataclass
-class _Reading:
+class _Reading(TrainingCommand):
     """What has been read of a command so far. Each step replaces the command by the one that it starts."""
 
-    environment: dict[str, str]
-    folder: Path
-    launcher: str = ""
-    prefix: list[str] | None = None
+    prefix: tuple[str, ...] | None = None
     """The words of wrappers that bring their own Python."""
-    interpreter: list[str] | None = None
-    script: Path | None = None
-    module: str = ""
-    arguments: list[str] = field(default_factory=list)
-    configs: list[Path] = field(default_factory=list)
-    settings: CommandSettings = field(default_factory=dict)
     defaults: Mapping[str, str] = field(default_factory=dict)
-    processes: int = 1
-    has_ranks: bool = False
-    nodes: int = 1
-    node_rank: int = 0
-    rendezvous: tuple[str, int] | None = None
+    """Settings that a tool chooses itself."""
     place: tuple[str, int | None] = ("command line", None)
     python_is_known: bool = True
     """Whether the next program shows which Python it is: False after that, and after `conda activate` in a script."""
@@ -161,7 +149,7 @@ class _Reading:
                 own[at + 1] = str(self.folder)
         if wrapper.quietly is not None:
             prefix = before_python(wrapper, own, self.folder / (inner or ["."])[0])
-            self.prefix = [*(self.prefix or ()), *prefix]
+            self.prefix = (*(self.prefix or ()), *prefix)
         return in_python(wrapper, own, inner)
 
     def _of_shell(self, words: list[str]) -> list[str] | None:
@@ -189,7 +177,7 @@ class _Reading:
             return
         self.python_is_known = False  # what it starts in turn is in the same Python
         if self.prefix is not None:
-            self.interpreter = [*self.prefix, word if PYTHON.fullmatch(Path(word).name) else "python"]
+            self.interpreter = (*self.prefix, word if PYTHON.fullmatch(Path(word).name) else "python")
         else:
             self.interpreter = interpreter_of(word, self.environment, self.folder)
 
@@ -221,14 +209,14 @@ class _Reading:
         )
         name, defaults = next(known, ("", {}))
         self.launcher = name if name and self.launcher == "python" else self.launcher
-        self.module, self.arguments, self.defaults = module, arguments, self.defaults or defaults
+        self.module, self.arguments, self.defaults = module, tuple(arguments), self.defaults or defaults
         return None
 
     def _of_script(self, script: str, arguments: list[str]) -> list[str] | None:
         if Path(script).name in LAUNCHER_PROGRAMS:
             self.launcher = "" if self.launcher == "python" else self.launcher
             return [script, *arguments]
-        self.script, self.arguments = self.folder / script, arguments
+        self.script, self.arguments = self.folder / script, tuple(arguments)
         return None
 
     # ---------------------------------------------------------------------------------------------- programs
@@ -287,37 +275,19 @@ class _Reading:
         path = self.folder / (given.get("config_file") or cache / "accelerate/default_config.yaml")
         if not path.is_file() or ("config_file" not in given and "cpu" in given):
             return {}
-        self.configs.append(path)
+        self.configs = (*self.configs, path)
         return of_file(path)
 
     # ------------------------------------------------------------------------------------------------- result
 
-    def command(self, words: tuple[str, ...]) -> TrainingCommand:
-        """The command, with the settings of its script."""
-        known = self.launcher if self.script or self.module else ""
+    def end(self) -> None:
+        """Add the settings of the script, now that all is read."""
+        if self.script is None and not self.module:
+            self.launcher = ""
         settings, configs = merged(self.arguments, self.folder, *self.place)
-        settings = {
-            **self.settings,
-            **{name: each for name, each in settings.items() if "$" not in str(each[0])},
-        }
-        return TrainingCommand(
-            words,
-            self.folder,
-            self.environment,
-            known,
-            tuple(self.interpreter) if self.interpreter else None,
-            self.script,
-            self.module,
-            tuple(self.arguments),
-            tuple(dict.fromkeys([*self.configs, *configs])),
-            settings,
-            self.processes,
-            self.has_ranks,
-            self.nodes,
-            self.node_rank,
-            self.rendezvous,
-            output_of(settings, self.script, self.defaults, self.folder),
-        )
+        self.settings |= {name: each for name, each in settings.items() if "$" not in str(each[0])}
+        self.configs = tuple(dict.fromkeys([*self.configs, *configs]))
+        self.output = output_of(self.settings, self.script, self.defaults, self.folder)
 
 
 def worth(words: list[str]) -> int:

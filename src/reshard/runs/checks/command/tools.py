@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reshard.runs.checks.command.launchers import LAUNCHERS, GpuCount, truth
@@ -60,50 +60,51 @@ LAUNCHER_OPTIONS = (
 )
 
 
-def _axolotl(words: Sequence[str], environment: Mapping[str, str], gpus: GpuCount) -> list[str]:
-    """As `axolotl.cli.utils.train.launch_training` does: options that axolotl does not know are the launcher's."""
-    at = words.index("--") if "--" in words else len(words)
-    inner, script = list(words[at + 1 :]), ["-m", "axolotl.cli.train"]
-    given = [part for word in words[1:at] for part in _parted(word)]
-    launcher, rest = "accelerate", []
+def _divided(
+    words: Sequence[str], valued: Collection[str], flags: Collection[str] = ()
+) -> tuple[dict[str, str], list[str]]:
+    """The options of a launcher among the words of a tool, wherever they are typed, and the other words.
+
+    `valued` are those with a value, `flags` those without one, whose value is "".
+    """
+    options, rest = dict[str, str](), list[str]()
+    given = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     while given:
         word = given.pop(0)
         name = word.lstrip("-").replace("-", "_")
-        if name == "cloud":
-            return []  # it runs on another machine
-        if name == "launcher" and given:
-            launcher = given.pop(0)
-        elif name in LAUNCHER_OPTIONS and given:
-            inner += [f"--{name}", given.pop(0)]
+        if name in valued and given:
+            options[name] = given.pop(0)
+        elif word.startswith("--") and name in flags:
+            options[name] = ""
         else:
             rest.append(word)
-    start = {"accelerate": ["accelerate", "launch", *inner], "torchrun": ["torchrun", *inner]}
-    python = launcher not in start or "--use-ray" in rest
-    return [*(["python"] if python else start[launcher]), *script, *rest]
+    return options, rest
+
+
+def _typed(options: Mapping[str, str]) -> list[str]:
+    return [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
+
+
+def _axolotl(words: Sequence[str], environment: Mapping[str, str], gpus: GpuCount) -> list[str]:
+    """As `axolotl.cli.utils.train.launch_training` does: options that axolotl does not know are the launcher's."""
+    at = words.index("--") if "--" in words else len(words)
+    options, rest = _divided(words[1:at], ("launcher", *LAUNCHER_OPTIONS), ("cloud",))
+    if "cloud" in options:
+        return []  # it runs on another machine
+    launcher = "python" if "--use-ray" in rest else options.pop("launcher", "accelerate")
+    starts = {"accelerate": ["accelerate", "launch"], "torchrun": ["torchrun"]}
+    start = [*starts[launcher], *words[at + 1 :], *_typed(options)] if launcher in starts else ["python"]
+    return [*start, "-m", "axolotl.cli.train", *rest]
 
 
 def _trl(words: Sequence[str], environment: Mapping[str, str], gpus: GpuCount) -> list[str]:
     """As `trl.cli` does: options of accelerate are wherever they are typed, the rest is the script's."""
-    accelerate = LAUNCHERS[1]
-    inner: list[str] = []
-    rest: list[str] = []
-    given = [part for word in words[1:] for part in _parted(word)]
-    while given:
-        word = given.pop(0)
-        name = word.lstrip("-").replace("-", "_")
-        if name == "accelerate_config" and given:
-            inner += ["--config_file", given.pop(0)]
-        elif name in ACCELERATE_OPTIONS and given:
-            inner += [f"--{name}", given.pop(0)]
-        elif word.startswith("--") and name in accelerate.flags - {"debug"}:
-            inner.append(word)
-        else:
-            rest.append(word)
-    return ["accelerate", "launch", *inner, "-m", f"trl.scripts.{words[0]}", *rest]
-
-
-def _parted(word: str) -> list[str]:
-    return word.split("=", 1) if word.startswith("--") and "=" in word else [word]
+    options, rest = _divided(
+        words[1:], ("accelerate_config", *ACCELERATE_OPTIONS), LAUNCHERS[1].flags - {"debug"}
+    )
+    if "accelerate_config" in options:
+        options["config_file"] = options.pop("accelerate_config")
+    return ["accelerate", "launch", *_typed(options), "-m", f"trl.scripts.{words[0]}", *rest]
 
 
 VERL_DEFAULTS = {
