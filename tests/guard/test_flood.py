@@ -125,6 +125,6 @@ def test_of_a_log_of_a_hundred_megabytes_a_megabyte_is_kept(tmp_path: Path) -> N
 
 def test_a_short_log_is_read_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    for size in (0, 5, log_parts.HEAD_BYTES, log_parts.HEAD_BYTES + log_parts.TAIL_BYTES):
-        log.write_bytes(b"x" * size)
-        assert log_parts.read_parts(log) == "x" * size
+    for count in (0, 5, log_parts.HEAD_LINES, log_parts.HEAD_LINES + log_parts.TAIL_LINES):
+        log.write_bytes(b"x\n" * count)
+        assert log_parts.read_parts(log) == "x\n" * count

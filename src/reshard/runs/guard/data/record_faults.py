@@ -6,6 +6,7 @@ the caller knows the record's place.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -49,7 +50,7 @@ def _of_shape(row: DataRow, method: str, shape: str) -> Iterator[Problem]:
     """The problems of a row with the columns of a shape."""
     wrong = list(_of_alpaca(row)) if shape == "Alpaca" else []
     clean = {} if wrong else standard(row, shape)
-    if wrong := wrong or list(_unfit(clean)):
+    if wrong := wrong or list(_incomplete_character(clean)):
         yield from wrong
         return
     if shape == "tokens":
@@ -160,40 +161,18 @@ _KINDS = {
 """What columns contain that are not either strings or messages."""
 
 
-def _unfit(value: Any, name: str = "") -> Iterator[Problem]:
-    """Problems of values anywhere in a record that an Arrow table cannot store: TRL keeps its data in one."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            if not _is_unicode(key):
-                yield _half_a_character(f"a name in {name or 'the record'}")
-            yield from _unfit(each, f"{name}.{key}" if name else key)
-    elif isinstance(value, list):
-        for number, each in enumerate(value):
-            yield from _unfit(each, f"{name}[{number}]")
-    elif isinstance(value, str) and not _is_unicode(value):
-        yield _half_a_character(_called(name))
-    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+def _incomplete_character(row: DataRow) -> Iterator[Problem]:
+    """A problem of a record with half of a pair of surrogates, which Arrow tables and tokenizers refuse."""
+    try:
+        json.dumps(row, ensure_ascii=False, default=lambda value: None).encode()
+    except UnicodeEncodeError as error:
         yield Problem(
-            "field-number-too-large",
-            f"{_called(name)} is too large a number",
-            expected="an integer of 64 bits",
-            found=show(value),
-            remedy="write it as a string",
+            "field-half-character",
+            "the record contains an incomplete character",
+            found=ascii(error.object[max(0, error.start - MAX_CHARACTERS) : error.end]),
+            rule="JSON surrogates (\\ud800 to \\udfff) come in pairs; tokenizers refuse a single one",
+            remedy="write the text again without it",
         )
-
-
-def _called(name: str) -> str:
-    """A column's name in quotes, or a place inside it unchanged."""
-    return name if "[" in name or "." in name else f'"{name}"'
-
-
-def _half_a_character(name: str) -> Problem:
-    return Problem(
-        "field-half-character",
-        f"{name} contains an incomplete character",
-        rule="JSON surrogates (\\ud800 to \\udfff) come in pairs; tokenizers refuse a single one",
-        remedy="write the text again without it",
-    )
 
 
 def _of_besides(row: DataRow) -> Iterator[Problem]:
@@ -221,14 +200,6 @@ def _of_besides(row: DataRow) -> Iterator[Problem]:
 def _of_text(text: str, name: str) -> Iterator[Problem]:
     if not text.strip():
         yield Problem("field-empty", f"{name} is empty", found=repr(text), remedy="leave the record out")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _of_messages(messages: list[Any], column: str) -> Iterator[Problem]:
