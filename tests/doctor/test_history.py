@@ -59,7 +59,6 @@ SAID = {
     "transformers-module-later": ("api-came-later", "'transformers>=4.51.0'", "transformers 4.40.2"),
     "transformers-model-type": ("api-came-later", "'transformers>=4.51.0'", "transformers 4.40.2"),
     "transformers-method-gone": ("hf-remote-code-too-old", "'transformers<4.54.0'", "transformers 5.23.0"),
-    "transformers-registry": ("api-clash", "'transformers<4.54.0'", "transformers 5.23.0"),
 }
 """By log: the finding, the package for pip to install, and the version that made the log (`history/record.py`)."""
 
@@ -77,7 +76,7 @@ def test_a_genuine_log_gets_direction_and_bound(case: str) -> None:
     assert pin in found.remedy.zh
 
 
-@pytest.mark.parametrize("case", [case for case in SAID if case != "transformers-registry"])
+@pytest.mark.parametrize("case", SAID)
 def test_a_version_in_the_log_makes_it_sure(case: str, tmp_path: Path) -> None:
     _, pin, version = SAID[case]
     log = tmp_path / "run.log"
@@ -87,7 +86,7 @@ def test_a_version_in_the_log_makes_it_sure(case: str, tmp_path: Path) -> None:
     assert pin.split(",")[-1].strip("'") in found.remedy.en
 
 
-@pytest.mark.parametrize("case", [case for case in SAID if case not in (*UNSURE, "transformers-registry")])
+@pytest.mark.parametrize("case", [case for case in SAID if case not in UNSURE])
 def test_a_version_that_has_it_silences_the_history(case: str, tmp_path: Path) -> None:
     """The log contradicts the table, so the module is not the one it seems to be."""
     package = SAID[case][2].split()[0]

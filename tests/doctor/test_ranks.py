@@ -47,21 +47,17 @@ def test_the_rank_that_gloo_names_is_told(tmp_path: Path) -> None:
     assert "ranks-absent\nrank 1 never reached the barrier" in told(said), said
 
 
-def test_a_rank_that_waited_in_no_collective_is_told_with_its_machine() -> None:
+def test_a_rank_that_waited_in_no_collective_is_told() -> None:
     names = "".join(NCCL.format(rank, rank // 8, rank % 8) for rank in range(16))
     waits = "".join(WATCHDOG.format(rank) for rank in range(16) if rank != 11)
     shown = told(names + waits)
     assert "hang-nccl" in shown
-    assert "rank 0-10, 12-15 of 16 waited" in shown and "rank 11 (node1) never reached" in shown
+    assert "rank 0-10, 12-15 of 16 waited" in shown and "rank 11 never reached" in shown
 
 
-def test_ranks_that_say_nothing_did_not_come() -> None:
-    lines = "+ torchrun --nnodes 2 --nproc-per-node 2 train.py\n" + "".join(
-        f"[rank{rank}]: begins\n" for rank in range(3)
-    )
+def test_ranks_that_did_not_come_are_counted() -> None:
     said = "[rank0]: DistStoreError: Timed out after 9 seconds waiting for clients. 3/4 clients joined"
-    assert "3 of 4 ranks came; rank 3 (node 1) does not appear" in told(lines + said)
-    assert "1 of 2 ranks came, 1 did not" in told(said.replace("3/4", "1/2").removeprefix("[rank0]: "))
+    assert "3 of 4 ranks came, 1 did not" in told(said)
     assert "20 processes came where 16 were expected" in told(
         "torch.distributed.DistStoreError: Timed out initializing process group in store based barrier on rank: 0, for "
         "key: store_based_barrier_key:1 (world_size=16, num_workers_joined=20, timeout=0:30:00)"

@@ -49,12 +49,6 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         "transformers.AutoConfig.from_pretrained('.')",
     ),
     "transformers-method-gone": ((), "import transformers; transformers.DynamicCache().get_usable_length(1)"),
-    "transformers-registry": (
-        (),
-        "import transformers\n"
-        "class Config(transformers.PretrainedConfig):\n    model_type = 'aimv2'\n"
-        "transformers.AutoConfig.register('aimv2', Config)",
-    ),
 }
 """The packages to install next to the environment, and the code to run."""
 FOLDER = Path(__file__).parent

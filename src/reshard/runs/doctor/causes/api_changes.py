@@ -24,7 +24,6 @@ from reshard.runs.doctor.causes.import_errors import imports_itself
 from reshard.runs.doctor.causes.known_names import KnownName, known_of
 from reshard.runs.doctor.causes.missing_names import (
     NAME_KINDS,
-    QUOTE,
     Missing,
     MissingKind,
     checkout_of,
@@ -63,8 +62,6 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
 
 
 def _answer(failure: Traceback, log: Log) -> ApiRule | None:
-    if clash := _clash(failure):
-        return clash
     for missing in missing_in(failure, log):
         known = known_of(missing, failure, log)
         if known and not _is_of_asker(known, failure, log):
@@ -236,29 +233,6 @@ def _updates(own: ApiTable, failure: Traceback) -> Iterator[Text]:
     yield update_of(failure)
     if Version(own.versions[0]) >= FIRST_KNOWN_RELEASE:
         yield phrase_text("older-release", pin=f"{own.package}<{own.versions[0]}")
-
-
-def _clash(failure: Traceback) -> ApiRule | None:
-    """transformers now has a model type that another package registers again."""
-    match = _CLASH.search(failure.error_text)
-    own = table("transformers") if match else None
-    there = own.key(match["name"]).there if own and match else ()
-    if match is None or own is None or not there or min(there) == 0:
-        return None
-    packages = (_package_of(frame) for frame in failure.frames[::-1])
-    importer = next((each for each in packages if each != "transformers"), None)
-    since = own.versions[min(there)]
-    values: dict[str, object] = {
-        "name": match["name"],
-        "since": since,
-        "importer": Text(importer, f"{importer} ") if importer else phrase_text("another-package"),
-        "update": phrase_text("update-package", importer=importer) if importer else "",
-        "pin": f"transformers<{since}",
-    }
-    return ApiRule("api-clash", own, "sure" if importer else "likely", values)
-
-
-_CLASH = re.compile(rf"{QUOTE}(?P<name>[\w.-]+){QUOTE} is already used by a Transformers config")
 
 
 # ------------------------------------------------------------------------------------------ who, and which release

@@ -35,17 +35,12 @@ def of_exit(root: Traceback, log: Log) -> Finding | None:
     if root.exception != EXIT_STATUS:
         return None
     closed = {match["pid"] or match["late"] for match in _CLOSED.finditer(log.text)}
-    ends = list(_ends(log))
-    own = [end for end in ends if end.pid not in closed]
-    crashed = next((end for end in own if end.name in CRASHES), None)
-    if crashed:
-        key = f"crash-{crashed.name.lower()}"
-        values = {"name": crashed.name, "why": phrase_text(key), "way": phrase_text(f"{key}-way")}
-        return rules.finding("killed-crash", [Location.of(log.name, crashed.line, crashed.text)], values)
-    if own or not ends:
+    crashed = next((end for end in _ends(log) if end.name in CRASHES and end.pid not in closed), None)
+    if crashed is None:
         return None  # the entries for SIGKILL and SIGTERM say who may have sent them
-    place = Location.of(log.name, ends[0].line, ends[0].text)
-    return rules.finding("killed-by-launcher", [place], {"pid": ends[0].pid})
+    key = f"crash-{crashed.name.lower()}"
+    values = {"name": crashed.name, "why": phrase_text(key), "way": phrase_text(f"{key}-way")}
+    return rules.finding("killed-crash", [Location.of(log.name, crashed.line, crashed.text)], values)
 
 
 def _ends(log: Log) -> Iterator[Ended]:

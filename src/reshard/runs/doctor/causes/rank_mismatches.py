@@ -11,7 +11,7 @@ from reshard.runs.checks import rules
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.phrases import phrase_text
 from reshard.runs.doctor.text.log import Log, Traceback
-from reshard.runs.doctor.text.run_details import ABSENT_RANKS, MAX_WORLD_SIZE
+from reshard.runs.doctor.text.run_details import ABSENT_RANKS
 
 _STORED = re.compile(
     r"\[(?P<rank>\d+)\] is setting up NCCL communicator and retrieving ncclUniqueId from \[(?P<other>\d+)\]"
@@ -19,14 +19,6 @@ _STORED = re.compile(
 _JOINED = re.compile(r"world_size=(?P<of>\d+), (?:num_workers_joined|worker_count)=(?P<came>\d+)")
 _WAITED = re.compile(
     r"\[Rank (?P<rank>\d+)\] (?:Watchdog caught collective operation timeout|Observed flight recorder)"
-)
-_SPEAKS = re.compile(r"\[[Rr]ank ?(\d+)\]|(?<![\w.])rank (\d+) nranks \d+")
-_NCCL = re.compile(
-    r"(?:(?P<host>[A-Za-z][\w.-]*):)?\d+:\d+ \[\d+\] NCCL INFO [^\n]{0,200}?\brank (?P<rank>\d+) nranks"
-)
-"""A line of NCCL. Its host may have been removed as the prefix of the stream."""
-_LOCAL = re.compile(
-    r"(?:nproc[-_]per[-_]node|local_world_size|NPROC_PER_NODE)['\"]?[ =:]{1,3}(?P<count>[1-9]\d*)"
 )
 
 
@@ -37,47 +29,24 @@ def of_absent(root: Traceback, log: Log) -> Finding | None:
 
 
 def _absent(root: Traceback, log: Log) -> Text | None:
-    """The ranks that did not come, with their hosts."""
+    """The ranks that did not come."""
     match = ABSENT_RANKS.search(root.error_text)
     if match and match["ranks"]:
         ranks = [int(rank) for rank in match["ranks"].split(", ")]
-        return phrase_text("absent-named", absent=_listed(ranks, log))
+        return phrase_text("absent-named", absent=_short(ranks))
     if stored := _STORED.search(root.error_text):
         return phrase_text("absent-store", **stored.groupdict())
     if joined := match or _JOINED.search(root.error_text):
-        return _of_count(int(joined["came"]), int(joined["of"]), log)
+        came, every = int(joined["came"]), int(joined["of"])
+        if came > every:
+            return phrase_text("absent-more", came=came, world=every)
+        return phrase_text("absent-some", missing=every - came, came=came, world=every)
     waited = {int(rank) for rank in _WAITED.findall(log.text)}
     absent = set(range(log.world_size)) - waited
     if not waited or not absent:
         return None
-    values = {"absent": _listed(absent, log), "waited": _short(waited), "world": len(waited | absent)}
+    values = {"absent": _short(absent), "waited": _short(waited), "world": len(waited | absent)}
     return phrase_text("absent-waited", **values)
-
-
-def _of_count(came: int, every: int, log: Log) -> Text:
-    """The missing ranks if only counts are known: those that do not appear in the log."""
-    if came > every:
-        values = {"came": came, "world": every, "times": came // max(1, every)}
-        return phrase_text("absent-more" if came % max(1, every) else "absent-times", **values)
-    streams = {line.stream.rpartition("/")[2] for line in log.lines}
-    heard = {int(stream) for stream in streams if stream.isdecimal()}
-    heard |= {int(one or two) for one, two in _SPEAKS.findall(log.text)}
-    silent = [rank for rank in range(min(every, MAX_WORLD_SIZE)) if rank not in heard]
-    if heard and len(silent) == every - came:
-        return phrase_text("absent-silent", absent=_listed(silent, log), came=came, world=every)
-    return phrase_text("absent-some", missing=every - came, came=came, world=every)
-
-
-def _listed(ranks: Iterable[int], log: Log) -> str:
-    """Ranks with their hosts, from the log or derived from the rank."""
-    hosts: dict[int, str] = {}
-    for line in log.lines:
-        if "NCCL INFO" in line.text and (match := _NCCL.match(line.text)):
-            hosts[int(match["rank"])] = match["host"] or line.stream.partition("/")[0]
-    if not hosts and (local := _LOCAL.search(log.text)):
-        hosts = {rank: f"node {rank // int(local['count'])}" for rank in ranks}
-    known = dict.fromkeys(host for rank in sorted(ranks) if (host := hosts.get(rank)))
-    return _short(ranks) + (f" ({', '.join([*known][:4])})" if known else "")
 
 
 def _short(ranks: Iterable[int]) -> str:

@@ -15,7 +15,6 @@ from reshard.runs.checks.history.api_table import table
 from reshard.runs.checks.history.config_keys import ConfigKeys
 from reshard.runs.checks.history.versions_in_use import Versions
 from reshard.runs.checks.phrases import phrase_text
-from reshard.runs.doctor.frame_packages import place_in_code
 from reshard.runs.doctor.remedy_spelling import RunTools, keys_of
 from reshard.runs.doctor.text.log import Log, Traceback
 
@@ -32,32 +31,16 @@ _REFUSED = re.compile(
 )
 _FLAG = re.compile(r"(?<![\w-])--?([A-Za-z][\w.-]*)")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
-_CONFIG = re.compile(
-    r"The config file at (?P<file>\S{1,300}) had unknown keys \(\[(?P<keys>[^\]\n]{1,300})\]\)"
-)
-"""What accelerate says of keys in its config that it does not know: those of newer releases, or misspelled ones."""
-_LACKS = re.compile(
-    r"(?:ConfigAttributeError:|Error\(s\):) {1,8}(?:Key '|Missing key )(?P<name>\w+)[^\n]{0,40}\s{1,20}"
-    r"full_key: (?P<key>[\w.]{1,200})"
-)
-"""What OmegaConf says of a key that code reads, or that a command sets."""
 MAX_NAMES = 5
 """Maximum unknown names that are told."""
 
 
 def of_arguments(root: Traceback, log: Log) -> Finding | None:
-    """The finding for what a program does not know, or what its config lacks; None for other failures."""
+    """The finding for what a program does not know; None for other failures."""
     unknown = list(dict.fromkeys(_unknown(root.error_text)))
-    config = _CONFIG.search(root.error_text)
-    if config and set(unknown) <= ConfigKeys("accelerate", Versions()).known:
-        return rules.finding("accelerate-config-newer", values=config.groupdict())
     known = _known(root.error_text, log) if unknown else set()
     texts = _of_releases(unknown, root, log) or [_near(name, known) for name in unknown[:MAX_NAMES]]
     texts += [phrase_text("argument-value", name=value) for value in _values(root.error_text)]
-    lacks = None if "Could not override" in log.text else _LACKS.search(root.error_text)
-    if lacks and texts in ([], [phrase_text("argument-unknown", name=lacks["key"])]):
-        values = {**lacks.groupdict(), "where": place_in_code(root.root)}
-        return rules.finding("config-lacks-key", values=values)
     if not texts:
         return None
     lines = Text("; ".join(each.en for each in texts), "；".join(each.zh for each in texts))
@@ -140,8 +123,6 @@ def _near(name: str, known: set[str]) -> Text:
         return phrase_text("argument-of-launcher", name=name)
     plain = {each.replace("-", "_"): each for each in known}
     prefix, dot, last = name.replace("-", "_").rpartition(".")
-    if last in plain and not dot:
-        return phrase_text("argument-elsewhere", name=name)
     if near := closest(last, plain, cutoff=LEAST_SIMILARITY):
         return phrase_text("argument-near", name=name, near=f"{prefix}{dot}{plain[near[0]]}")
     return phrase_text("argument-unknown", name=name)
