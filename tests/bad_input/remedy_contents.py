@@ -314,7 +314,6 @@ CASES: dict[str, list[Case]] = {
             lambda there: (there / "src/latest").write_text("global_step30"),
         )
     ],
-    "executor-address-malformed": [Case(SRC, f"{TO_MEGATRON} --on slurm:a=,b")],
     "digest-record-missing": [Case({"SRC": "qwen3", "DST": "qwen3"}, "verify DST")],
     "record-modified": [Case(SRC, "verify SRC DST --proof", {}, _with_a_record_that_was_edited)],
     "proof-not-planned": [
