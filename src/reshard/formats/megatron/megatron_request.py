@@ -75,8 +75,8 @@ def _refuse_other_model(request: Request, dialect: str) -> None:
     lacking = not_computed(args)
     if only == HYBRID:
         lacking = "a layer for each pair of attention and MLP"
-    elif dialect == MCORE_BRIDGE:
-        lacking = f"the names of {ENGINE_TITLES[dialect]}"
+    elif MCORE_BRIDGE in (dialect, request.options.engine):
+        lacking = f"the names of {ENGINE_TITLES[MCORE_BRIDGE]}"
     elif within and within.carried:
         lacking = "modules besides the language model"
     if lacking:
