@@ -334,6 +334,14 @@ def test_everything_wrong_with_a_request_is_reported_at_once(
     assert "size-not-divisible" in codes("convert", model, tmp_path / "out", *wrong, "--no-tokenizer")
 
 
+@pytest.mark.parametrize("flag", ["--megatron-model gpt", "--transformer-impl local", "--engine mcore"])
+def test_options_of_megatron_are_for_megatron(
+    flag: str, hf_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    words = ("convert", hf_model("qwen3"), tmp_path / "out", *flag.split())
+    assert codes(*words, "--to", "dcp") == ["engine-not-for-format"]
+
+
 def test_no_option_is_complained_of_that_nobody_typed(hf_model: Callable[..., Path], tmp_path: Path) -> None:
     """--etp equals --tp unless it is passed."""
     model = hf_model("qwen3_moe")

@@ -89,13 +89,18 @@ def _ranks(source: ConversionSource, target: Target) -> Iterator[Problem]:
             found=f"--dp {options.layout.dp}; the format is {_chosen(options, format)}",
             remedy=f"leave out --dp{', or pass --to '.join(['', *able])}",
         )
-    if options.engine and MCORE not in target.names.dialects:
+    given = {
+        "--engine": options.engine,
+        "--megatron-model": options.megatron_model,
+        "--transformer-impl": options.transformer_impl,
+    }
+    for flag in (flag for flag, value in given.items() if value and MCORE not in target.names.dialects):
         able = [name for name in formats_for(kind) if MCORE in written()[name].names.dialects]
         yield Problem(
             "engine-not-for-format",
-            f"--engine is for Megatron checkpoints; {format.name} is the same for all engines",
-            found=f"--engine {options.engine}; the format is {_chosen(options, format)}",
-            remedy=f"leave out --engine (reshard detects who saved the source), or pass --to {' or --to '.join(able)}",
+            f"{flag} is for Megatron checkpoints; {format.name} is the same for all engines",
+            found=f"{flag} {given[flag]}; the format is {_chosen(options, format)}",
+            remedy=f"leave out {flag}, or pass --to {' or --to '.join(able)}",
         )
 
 
