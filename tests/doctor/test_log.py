@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import random
 import signal
@@ -348,6 +349,14 @@ def test_a_launcher_alone_is_never_the_first_failure() -> None:
     )
     (found,) = diagnose_text("log", "\n".join([*FAILURE, *LAUNCHER]))
     assert found.code == "dtensor-mixed-cat"
+
+
+def test_the_traceback_in_an_error_file_of_torchelastic_is_read() -> None:
+    content = json.dumps(
+        {"message": {"message": FAILURE[-1], "extraInfo": {"py_callstack": "\n".join(FAILURE)}}}
+    )
+    (found,) = read_log("log", content).tracebacks
+    assert len(found.frames) == 2 and found.error_text == FAILURE[-1]
 
 
 def test_an_assertion_without_a_message_is_told_by_its_source() -> None:

@@ -194,7 +194,11 @@ def test_more_processes_than_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert the(code, checked("torchrun --nproc-per-node 2 train.py", folder, CUDA_VISIBLE_DEVICES="1"))
 
 
-def test_an_output_below_a_file(folder: Path) -> None:
+def test_the_output(folder: Path) -> None:
+    (folder / "out/checkpoint-10").mkdir(parents=True)
+    found = checked("python train.py", folder)
+    assert the("output-has-checkpoints", found).severity == "warning" and not found.errors
+    assert checked("python train.py --resume_from_checkpoint true", folder).problems == []
     (folder / "a-file").touch()
     assert the("output-below-a-file", checked("python train.py --output_dir a-file/x", folder))
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.runs.checks.history.bloom_filters import places
-
-BITS_PER_NAME = 9
-"""Bits for each name in a filter: of names that a package does not have, one in a hundred is said to be there."""
+from reshard.runs.checks.history.bloom_filters import BITS_PER_NAME, places
 
 
 def bits_of(content: Mapping[str, Any]) -> str:

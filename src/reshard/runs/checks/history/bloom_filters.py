@@ -10,6 +10,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 FILTER_FILE = "having.json.xz"
+BITS_PER_NAME = 9
+"""Bits for each name in a filter: of names that a package does not have, one in a hundred is said to be there."""
 _PLACES = 6
 
 

@@ -80,6 +80,11 @@ def embedded_in(text: str) -> ErrorMessage | None:
     return (match["name"], match["message"]) if match else None
 
 
+def assertion_in(text: str) -> ErrorMessage | None:
+    """An assertion of C++ or of a GPU's kernel that failed."""
+    return ("", text.strip()) if _ASSERTION.search(text) else None
+
+
 def logged_in(text: str) -> ErrorMessage | None:
     """An error as a logger or a shell writes it, and no report of a launcher."""
     if HEADING.fullmatch(text) or not _LOGGED.search(text):

@@ -6,10 +6,12 @@ names; within a stream a traceback is contiguous again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from reshard.runs.doctor.text.line_prefixes import TRACEBACK_START
 from reshard.runs.doctor.text.log_thinning import thinned
 from reshard.runs.doctor.text.progress_lines import progress
 from reshard.runs.doctor.text.run_details import (
@@ -108,7 +110,7 @@ def read_log(name: str, content: str | Iterable[str]) -> Log:
     Repeated lines of a long log are dropped, and the middle of a long line.
     """
     raw = content.split("\n") if isinstance(content, str) else content
-    lines = [LogLine(*each) for each in thinned(map(shortened, raw))]
+    lines = [line for each in thinned(map(shortened, raw)) for line in _unescaped(LogLine(*each))]
     failures = [each for stream in streams_of(lines).values() for each in tracebacks(stream)]
     return Log(name, lines, sorted(failures, key=lambda each: each.first))
 
@@ -119,3 +121,14 @@ def streams_of(lines: Iterable[LogLine]) -> dict[str, list[LogLine]]:
     for line in lines:
         streams.setdefault(line.stream, []).append(line)
     return streams
+
+
+_ESCAPED_FRAME = re.compile(rf'File \\+"[^"]+\\", line \d+|{re.escape(TRACEBACK_START)}:\\+n {{1,4}}File "')
+
+
+def _unescaped(line: LogLine) -> list[LogLine]:
+    """The lines inside a line of JSON, or of Python's bytes, that contains a traceback: torchelastic's error files."""
+    if not _ESCAPED_FRAME.search(line.text):
+        return [line]
+    parts = re.split(r'(?<!\\)\\+n|(?<!\\)(?="[,}\]])', line.text)
+    return [line._replace(text=shortened(re.sub(r"(?<!\\)\\+(?=[\"'])", "", part))) for part in parts]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from reshard.runs.doctor.text.error_lines import (
     QUIET_LINE,
     ErrorMessage,
+    assertion_in,
     embedded_in,
     exception_in,
     is_of_launcher,
@@ -78,7 +79,7 @@ def loose_failure(lines: Sequence[LogLine]) -> Traceback | None:
 def _in_one_line(lines: Sequence[LogLine]) -> Traceback | None:
     """The error that one line reports. What a launcher logs after its workers' end does not count."""
     ended = next((at for at, line in enumerate(lines) if "ChildFailedError" in line.text), len(lines))
-    for search in (exception_in, embedded_in, logged_in, quoted_in):
+    for search in (exception_in, embedded_in, assertion_in, logged_in, quoted_in):
         for at, line in enumerate(lines[:ended] if search is logged_in else lines):
             if not _CONSEQUENCE.search(line.text) and (failure := search(line.text)):
                 return _failure(lines, at, failure)

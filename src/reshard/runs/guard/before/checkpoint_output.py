@@ -108,6 +108,32 @@ def unwritable(output: Path, option: str, *, is_folder: bool = False) -> Iterato
         )
 
 
+CHECKPOINT_FOLDERS = (
+    "checkpoint-*",
+    "global_step*",
+    "iter_*",
+    "latest_checkpointed_iteration.txt",
+    "v*-*/checkpoint-*",
+)
+"""What the checkpoints of the Trainer, DeepSpeed, verl, Megatron and ms-swift are called in a run's folder."""
+
+
+def occupied(output: Path) -> Iterator[Problem]:
+    """A warning if there are checkpoints in the output from which the run does not continue."""
+    names = sorted(path.name for pattern in CHECKPOINT_FOLDERS for path in output.glob(pattern))
+    if names:
+        yield Problem(
+            "output-has-checkpoints",
+            "the output contains checkpoints of another run",
+            file=str(output),
+            rule="both runs then share one folder: new checkpoints replace old ones of the same step, and a limit on "
+            "their number counts and deletes both",
+            found=listed(names, 3),
+            remedy="resume from them, or choose another folder",
+            severity="warning",
+        )
+
+
 def _is_of_reshard(folder: Path) -> bool:
     from reshard.folders.companion_names import RECORD
 

@@ -55,7 +55,7 @@ def check_command(command: TrainingCommand) -> Checked:
     checked = Checked()
     text = "\n".join(_texts(command))
     checked.problems += resources.disk(command, resources.weights_of(command), text)
-    checked.problems += _of_output(command)
+    checked.problems += _of_output(command, text)
     answer = pending.result()
     environment = checked.environment = answer.environment
     checked.problems += _missing(command, answer.missing)
@@ -157,9 +157,16 @@ def _missing(command: TrainingCommand, modules: tuple[str, ...]) -> Iterator[Pro
         )
 
 
-def _of_output(command: TrainingCommand) -> Iterator[Problem]:
+RESUME_PATTERN = re.compile(
+    r"resume|load_checkpoint|--load\b|overwrite_output_dir|from_checkpoint|--finetune[= ]false"
+)
+
+
+def _of_output(command: TrainingCommand, text: str) -> Iterator[Problem]:
     if command.output is not None:
         yield from checkpoint_output.unwritable(command.output, _output_option(command))
+        if not RESUME_PATTERN.search(text):
+            yield from checkpoint_output.occupied(command.output)
 
 
 def _output_option(command: TrainingCommand) -> str:
