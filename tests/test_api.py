@@ -153,6 +153,7 @@ reveal_type(reshard.verify("a", "b"))
 reveal_type(reshard.verify("a"))
 reveal_type(reshard.verify(a="a", b="b", proof=True))
 reveal_type(reshard.inspect("a", 100, html="page.html"))
+reveal_type(reshard.convert("a", "b"))
 reveal_type(reshard.ReshardError)
 reveal_type(reshard.open("a")["x"].torch(device="cpu"))
 with reshard.open("a") as weights:
@@ -289,19 +290,24 @@ def test_what_is_returned_is_short_to_see_and_true_if_all_is_well(place: Path, t
         assert len(repr(each)) < 400 and "\n" not in repr(each), type(each)
 
 
-def test_an_inspection_is_printed_as_the_command_prints_it(place: Path) -> None:
+def test_a_notebook_shows_what_inspect_prints(place: Path) -> None:
     found = reshard.inspect(place / "run")
+    html = found._repr_html_()
     for name, value in found.rows().items():
+        assert f">{name}<" in html and f">{value}<" in html
         assert f"{name:<10} {value}" in str(found)
-    assert found.next in str(found)
+    assert found.next in html.replace("&#x27;", "'") and found.next in str(found)
+    differs = reshard.verify(place / "model", place / "tuned")
+    assert "model.layers.1.mlp.up_proj.weight" in differs._repr_html_()
 
 
-def test_foreign_text_controls_no_terminal() -> None:
-    problem = reshard.Problem("x-y", "message", found="\x1b[31m")
+def test_foreign_text_is_no_markup_in_a_notebook() -> None:
+    problem = reshard.Problem("x-y", "<script>alert(1)</script>", found="\x1b[31m")
     found = reshard.commands.inspection.Inspection(
         reshard.Checkpoint(Path("<b>"), "huggingface", HUB, {}, Path()), None, [problem], [], ""
     )
-    assert "\x1b" not in str(found)
+    assert "<script>" not in found._repr_html_() and "<b>" not in found._repr_html_()
+    assert "\x1b" not in found._repr_html_() + str(found)
 
 
 def test_the_guard_is_there_without_an_import_of_its_own() -> None:

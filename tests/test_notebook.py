@@ -52,7 +52,7 @@ def run_cells() -> list[Any]:
 def test_every_cell_runs_and_shows_what_it_says(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, tuned, weights, rows, found, heat = run_cells()
     assert (base.checkpoint.format, tuned.checkpoint.format) == ("huggingface", "megatron")
-    assert "qwen3" in repr(tuned) and "megatron" in repr(tuned)
+    assert "TP2 · PP2" in tuned._repr_html_() and "q_proj" in weights._repr_html_()
     assert rows.shape == (4, 4) and np.abs(rows).max() > 0
     assert not found and {row.tensor for row in found.rows} == {
         f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(4)

@@ -86,6 +86,7 @@ def test_what_is_rounded_is_told_from_what_differs(
         assert not found and found.values == "rounded" and found.tensors == 47 and not found.different
         assert {row.tensor: row.values for row in found.rows}[UP] == f"equal after rounding to {wanted}"
         assert f"equal after rounding to {wanted}, the dtypes differ: " in command("verify", a, b).out
+        assert f"equal after rounding to {wanted}" in found._repr_html_()
 
     edit(out, lambda tensors: tensors[UP].view(-1)[:3].add_(0.5))
     found = reshard.verify(source, out)

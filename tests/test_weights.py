@@ -155,7 +155,7 @@ def test_it_is_a_mapping(run: Path) -> None:
     assert repr(tensor) == f"<LazyTensor {UP}: float32 [96, 64]>"
     assert [row.shape for row in tensor][:2] == [(64,), (64,)]
     assert np.asarray(tensor).sum() == np.array(tensor, np.float32).sum() == tensor.numpy().sum()
-    assert weights.format == "megatron"
+    assert UP in weights._repr_html_() and weights.format == "megatron"
 
 
 def test_a_name_that_is_not_there_is_a_key_error_that_helps(run: Path) -> None:

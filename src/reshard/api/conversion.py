@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from reshard.base.arguments import with_options
 from reshard.base.exceptions_to_problems import for_users
+from reshard.base.notebook_progress import NotebookBar
 from reshard.base.options import part_of
 from reshard.base.values import StrPath
 from reshard.commands import conversion
@@ -70,10 +72,19 @@ def convert(src: StrPath, dst: StrPath, options: ConvertOptions) -> Conversion:
 
 
 def converted(src: StrPath, dst: StrPath, options: ConvertOptions) -> Conversion:
-    """The conversion of a checkpoint."""
+    """The conversion of a checkpoint. In a notebook, it draws a progress bar in place of callbacks that are not set."""
+    bar = NotebookBar()
+    drawn: dict[str, Any] = {
+        "on_plan": lambda plan: None if options.dry_run else bar.begin(plan.nbytes),
+        "on_bytes": bar.advance,
+        "on_resume": lambda note, nbytes: bar.begin_at(nbytes),
+    }
+    unset = {
+        name: draw for name, draw in drawn.items() if getattr(options, name) is getattr(RunOptions, name)
+    }
     return conversion.convert(
         source_path(src),
         typed_path(dst),
         part_of(ConversionOptions, options),
-        part_of(RunOptions, options),
+        replace(part_of(RunOptions, options), **unset),
     )

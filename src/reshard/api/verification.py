@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Protocol, overl
 from reshard.base.arguments import with_options
 from reshard.base.errors import ReshardError
 from reshard.base.exceptions_to_problems import for_users
+from reshard.base.notebook_progress import NotebookBar
 from reshard.base.options import About
 from reshard.base.shared_options import MemoryOption, OnStepOption, PageOption
 from reshard.base.values import OnBytes, StrPath
@@ -29,12 +30,16 @@ W = ParamSpec("W")
 class CheckOptions(OnStepOption, MemoryOption):
     """Options of `verify` for one checkpoint or two."""
 
-    on_total: Annotated[OnBytes, About("Called once with the number of bytes to compare.")] = lambda total: (
-        None
-    )
+    on_total: Annotated[
+        OnBytes | None,
+        About(
+            "Called once with the number of bytes to compare. In a notebook, on_total and on_bytes draw a progress bar "
+            "by default."
+        ),
+    ] = None
     on_bytes: Annotated[
-        OnBytes, About("Called with the number of bytes of each tensor that was compared.")
-    ] = lambda count: None
+        OnBytes | None, About("Called with the number of bytes of each tensor that was compared.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +155,8 @@ def verify(a: StrPath, b: StrPath | None = None, *, options: VerifyOptions) -> C
 def verified(a: StrPath, b: StrPath | None, options: VerifyOptions) -> Comparison | Integrity | Proof:
     """What there is to say about one checkpoint, or about two. Raises ReshardError."""
     options.check(b)
-    hooks = {"on_total": options.on_total, "on_bytes": options.on_bytes}
+    bar = NotebookBar()
+    hooks = {"on_total": options.on_total or bar.begin, "on_bytes": options.on_bytes or bar.advance}
     if b is None:
         threads = shared(None, MemoryMeter(options.limit).left(MemoryNeed())).threads
         return check_record(source_path(a), threads, **hooks)

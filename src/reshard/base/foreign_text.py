@@ -6,9 +6,10 @@ as escapes (`\\x1b`, `\\n`). Passwords and signatures in URLs are left out. All 
 
 from __future__ import annotations
 
+import html
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,22 @@ def escape_lines(text: str) -> str:
     from rich.markup import escape as of_markup
 
     return of_markup(printable_lines(text))
+
+
+def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """Rows of foreign text as a notebook table; the first cell of each names the row."""
+
+    def cell(text: str) -> str:
+        return "<br>".join(html.escape(printable_line(line)) for line in text.split("\n"))
+
+    heads = "".join(f"<th>{cell(text)}</th>" for text in head)
+    body = [
+        f"<tr><th style='text-align:left'>{cell(first)}</th>"
+        + "".join(f"<td style='text-align:left'>{cell(text)}</td>" for text in rest)
+        + "</tr>"
+        for first, *rest in rows
+    ]
+    return "".join(["<table>", f"<tr>{heads}</tr>" if heads else "", *body, "</table>"])
 
 
 def _escaped(match: re.Match[str]) -> str:

@@ -26,14 +26,8 @@ from reshard.cli.record import record_options
 from reshard.cli.tables import print_table
 from reshard.cli.usage import Command
 from reshard.commands.coverage import Proof
-from reshard.commands.verification import ROUNDED, ROUNDED_SUM, Comparison, Row
+from reshard.commands.verification import COLUMNS, ROUNDED, ROUNDED_SUM, SHOWN, Comparison, Row
 from reshard.records.reshard_json import Integrity
-
-SHOWN = 40
-"""Differences that are printed; others are only counted."""
-
-COLUMNS = ("tensor", "what differs", "A and B")
-"""Titles of a table of differences."""
 
 
 @click.command("verify", cls=Command)

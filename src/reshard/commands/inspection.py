@@ -11,7 +11,7 @@ from typing import Any
 from reshard import adapters
 from reshard.adapters import description
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.foreign_text import printable_line, typeable
+from reshard.base.foreign_text import html_table, printable_line, typeable
 from reshard.base.quantities import count, size
 from reshard.families.sized_family import Model
 from reshard.folders import iterations
@@ -83,12 +83,20 @@ class Inspection:
         }
         return {name: value for name, value in rows.items() if value}
 
+    def _rows_and_notes(self) -> list[tuple[str, str]]:
+        return [*self.rows().items(), *(("note", note) for note in (*self.notes, *self.hints))]
+
     def __str__(self) -> str:
         """What `reshard inspect` prints."""
-        rows = [*self.rows().items(), *(("note", note) for note in (*self.notes, *self.hints))]
-        lines = [f"{name:<10} {printable_line(value)}" for name, value in rows]
+        lines = [f"{name:<10} {printable_line(value)}" for name, value in self._rows_and_notes()]
         lines += [f"{problem.severity}: {problem}" for problem in self.problems]
         return "\n".join([*lines, *([f"{'next':<10} {printable_line(self.next)}"] if self.next else [])])
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for a notebook."""
+        rows = self._rows_and_notes()
+        rows += [(problem.severity, str(problem)) for problem in self.problems]
+        return html_table([*rows, *([("next", self.next)] if self.next else [])])
 
     def as_dict(self) -> dict[str, Any]:
         """The keys of `inspect --json`."""

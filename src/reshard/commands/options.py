@@ -75,7 +75,10 @@ class RunOptions(OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
     ] = ""
     on_plan: Annotated[
         Callable[[Plan], None],
-        About("Called with the `Plan` before any weight is read."),
+        About(
+            "Called with the `Plan` before any weight is read. In a notebook, on_plan, on_bytes and on_resume draw a "
+            "progress bar by default."
+        ),
     ] = lambda plan: None
     on_resume: Annotated[
         OnResume,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, cause_of
+from reshard.base.foreign_text import html_table
 from reshard.base.quantities import size
 from reshard.families import declared
 from reshard.families.sized_family import Model
@@ -45,6 +47,12 @@ ROUNDED_SUM = "rounded sum"
 
 EQUAL = "equal"
 """What `Row.values` says of values that are equal although their dtypes differ."""
+
+SHOWN = 40
+"""Differences to show; `as_dict` has all of them."""
+
+COLUMNS = ("tensor", "what differs", "A and B")
+"""Titles of a table of differences."""
 
 APART = ("only in A", "only in B", "shape")
 """Kinds of differences after which there are no values to compare."""
@@ -144,6 +152,13 @@ class Comparison:
             return f"{_tensors(self.tensors)} equal, {len(self.rounded):,} of them but for rounding"
         logits = "" if self.logits is None or self.logits["equal"] else "; the logits differ"
         return f"{_tensors(self.tensors)}, {size(self.nbytes)}, equal bit for bit{logits}"
+
+    def _repr_html_(self) -> str:
+        """The verdict and the first differences, for a notebook."""
+        rows = [(row.tensor, row.what, row.how) for row in self.rows[:SHOWN]]
+        more = [("…", f"and {len(self.rows) - SHOWN} more", "")] if len(self.rows) > SHOWN else []
+        table = html_table([*rows, *more], COLUMNS) if rows else ""
+        return f"<p><b>{html.escape(self.verdict)}</b></p>{table}"
 
     @property
     def equal(self) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.algebra.layout import SavedLayout
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
+from reshard.base.foreign_text import html_table
 from reshard.base.suggest import meant
 from reshard.commands.lazy import LazyTensor, torch_device
 from reshard.families import live_names
@@ -35,6 +36,9 @@ from reshard.transfer.thread_files import OpenFiles
 
 if TYPE_CHECKING:
     import torch as torchlib  # in `LazyTensor`, `torch` is a method
+
+SHOWN = 40
+"""Tensors that a notebook lists; the others are only counted."""
 
 
 class TensorNotFoundError(ReshardError, KeyError):
@@ -236,6 +240,19 @@ class Weights(Mapping[str, LazyTensor]):
         except ReshardError as error:
             tensors = error.problems[0].message
         return f"<Weights {self.format} {str(self._typed)!r}: {tensors}>"
+
+    def _repr_html_(self) -> str:
+        """The first tensors as a table, for a notebook."""
+        names = list(self._planned)
+        rows = [
+            (name, self._planned[name].dtype.name, str(list(self._planned[name].shape)))
+            for name in names[:SHOWN]
+        ]
+        more = [("…", f"and {len(names) - SHOWN:,} more", "")] if len(names) > SHOWN else []
+        title = html_table(
+            [("path", str(self._typed)), ("format", self.format), ("weights", self.checkpoint.amount)]
+        )
+        return title + html_table([*rows, *more], ("tensor", "dtype", "shape"))
 
 
 @contextmanager
