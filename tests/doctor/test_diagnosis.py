@@ -48,7 +48,7 @@ def disturbed(excerpt: str, rng: random.Random) -> str:
 
 
 MISSED_IF_DISTURBED = {
-    *("hf-newly-initialized", "hf-remote-code-too-old", "loss-nan", "megatron-te-spec", "nccl-system-error"),
+    *("hf-remote-code-too-old", "loss-nan", "megatron-te-spec", "nccl-system-error"),
     *("nccl-wrong-interface", "peft-twice", "peft-unsharded", "weights-only-global", "zero-stage-changed"),
     "zero-to-fp32-not-zero",
 }
