@@ -28,8 +28,8 @@ DATA = Path(__file__).parent / "data" / "megatron-hybrid"
 NOT_COMPUTED = {
     "llama_rope_scaling": "the rotary scaling of Llama 3",
     "cwm": "the rotary scaling of Llama 3",
-    "ernie4_5": "frequencies for pairs of neighbours",
-    "ernie4_5_bias_tied": "frequencies for pairs of neighbours",
+    "ernie4_5": "interleaved rotary embeddings",
+    "ernie4_5_bias_tied": "interleaved rotary embeddings",
 }
 """Variants that HybridModel does not compute as GPTModel does, and what it lacks."""
 NOT_JUDGED = {

@@ -74,7 +74,7 @@ def not_computed(args: Mapping[str, Any]) -> str:
     if args.get("use_rope_scaling"):
         return "the rotary scaling of Llama 3 (--use-rope-scaling)"
     if args.get("rotary_interleaved"):
-        return "frequencies for pairs of neighbours (--rotary-interleaved)"
+        return "interleaved rotary embeddings (--rotary-interleaved)"
     return "" if position in POSITIONS else f"--position-embedding-type {position}"
 
 

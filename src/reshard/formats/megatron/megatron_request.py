@@ -73,18 +73,19 @@ def _refuse_other_model(request: Request, dialect: str) -> None:
     if wanted in (None, only):
         return
     lacking = not_computed(args)
+    reason = f"HybridModel lacks {lacking}" if lacking else ""
     if only == HYBRID:
-        lacking = "a layer for each pair of attention and MLP"
+        reason = "GPTModel lacks layers of Mamba"
     elif MCORE_BRIDGE in (dialect, request.options.engine):
-        lacking = f"the names of {ENGINE_TITLES[MCORE_BRIDGE]}"
+        reason = f"{ENGINE_TITLES[MCORE_BRIDGE]} builds GPTModel"
     elif within and within.carried:
-        lacking = "modules besides the language model"
-    if lacking:
+        reason = "no engine builds a HybridModel with modules besides the language model"
+    if reason:
         raise ReshardError(
             "megatron-model-not-available",
-            f"this model of the family {family} cannot be computed by the class of models that was asked for",
+            f"this model of the family {family} is not available in the class that was requested",
             expected=f"--megatron-model {only}",
-            found=f"--megatron-model {wanted}, which lacks {lacking}",
+            found=f"--megatron-model {wanted}: {reason}",
             remedy="remove --megatron-model",
             values={"family": family},
         )
