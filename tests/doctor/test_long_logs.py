@@ -263,7 +263,7 @@ UNITS = [
     "[rank0]: a\n",
 ]
 """What texts repeat: single characters, pieces of logs and code, very many short lines."""
-MEASURED = 0.2
+MEASURED = 0.4
 """Seconds below which a text is quick, however its duration grows."""
 CLOCK = 0.03
 """Seconds by which two measurements of one duration differ."""

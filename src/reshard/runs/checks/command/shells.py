@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
@@ -160,6 +161,7 @@ def _statements(text: str) -> Iterator[tuple[int, list[str]]]:
     stream = StringIO(plain)
     lexer = shlex.shlex(stream, posix=True, punctuation_chars=";|&\n()<>")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = f" \t\r{CONTINUED_LINE}", True, ""
+    breaks = [match.start() for match in re.finditer(f"[\n{CONTINUED_LINE}]", plain)]
     begin, tokens, redirected = 0, list[str](), False
     while (token := lexer.get_token()) is not None:
         if token.startswith("#"):
@@ -175,7 +177,7 @@ def _statements(text: str) -> Iterator[tuple[int, list[str]]]:
         elif redirected:
             redirected = False
         else:
-            begin = begin if tokens else _line(plain, stream.tell(), token)
+            begin = begin if tokens else _line(plain, breaks, stream.tell(), token)
             tokens.append(token)
     yield begin, tokens
 
@@ -198,7 +200,8 @@ def _one_word(match: re.Match[str]) -> str:
     return match[1] + shlex.quote("".join(f"\0{word}" for word in words)) + CONTINUED_LINE * lines
 
 
-def _line(text: str, end: int, token: str) -> int:
+def _line(text: str, breaks: list[int], end: int, token: str) -> int:
     """The line on which a token begins that ends before `end`, or before the end of a line there."""
     end -= text[end - 1 : end] == "\n"
-    return sum(text.count(mark, 0, end) - token.count(mark) for mark in ("\n", CONTINUED_LINE)) + 1
+    inside = sum(token.count(mark) for mark in ("\n", CONTINUED_LINE))
+    return bisect_left(breaks, end) - inside + 1
