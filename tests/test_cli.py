@@ -52,7 +52,7 @@ BESIDES = {
     "--private --on --no-sync",
     "verify": "--html --memory --quiet --debug",
     "guard": "--on-stall --nan-steps --output --log --merge --base --overwrite --requeue --quiet --debug",
-    "train": "--eval-data --engine --merge --nnodes --tp --pp --ep --gpus --overwrite --debug",
+    "train": "--eval-data --engine --merge --nnodes --tp --pp --ep --overwrite --debug",
     "doctor": "--quiet --debug",
     "mcp": "--debug",
     "support": "--debug",

@@ -50,11 +50,10 @@ def command(method: str, rest: tuple[str, ...], *, json_output: bool, options: T
     from reshard.runs.train.start import prepared, start, started
 
     run = prepared(method, options, rest)
-    only_written = options.write_only or options.gpus
     if json_output:
-        run = run if only_written else started(run, stdout=2)
+        run = run if options.write_only else started(run, stdout=2)
         print_json(run.as_dict())
         sys.exit(run.status or 0)
-    if not only_written:
+    if not options.write_only:
         start(run)
     stdout().print(f"wrote {escape(str(run.folder))}; start it: bash {escape(run.command[1])}")

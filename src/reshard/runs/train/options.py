@@ -57,14 +57,6 @@ class TrainOptions:
     tp: Annotated[int, About("Tensor-parallel size (ms-swift).", "N", least=1, group=PARALLEL)] = 1
     pp: Annotated[int, About("Pipeline-parallel size (ms-swift).", "N", least=1, group=PARALLEL)] = 1
     ep: Annotated[int, About("Expert-parallel size (ms-swift).", "N", least=1, group=PARALLEL)] = 1
-    gpus: Annotated[
-        str | None,
-        About(
-            "Check whether the run fits on other GPUs than this machine's, for example H100:8; implies --write-only.",
-            "NAME:N",
-            group=PARALLEL,
-        ),
-    ] = None
     write_only: Annotated[bool, About("Write the recipe, and do not start it.")] = False
     resume: Annotated[bool, About("Continue the recipe in --output from its last complete checkpoint.")] = (
         False

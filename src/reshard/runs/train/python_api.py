@@ -44,7 +44,7 @@ def train(method: str, options: CallOptions) -> TrainingRun:
     -------
     TrainingRun
         `folder` has the recipe, the checkpoints and the trained model in final; `status` is the exit status of the run,
-        None with `write_only` or `gpus`.
+        None with `write_only`.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def train(method: str, options: CallOptions) -> TrainingRun:
 
     arguments = [word for pair in (options.options or {}).items() for word in _option_arguments(*pair)]
     run = prepared(method, part_of(TrainOptions, options), arguments)
-    return run if options.write_only or options.gpus else started(run)
+    return run if options.write_only else started(run)
 
 
 def _option_arguments(name: str, value: Any) -> list[str]:

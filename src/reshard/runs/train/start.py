@@ -35,7 +35,7 @@ class Engine:
 
 
 ENGINES = {
-    "trl": Engine(trl_recipe, tuple(TRAINING_METHODS), ("reward", "parallel", "gpus")),
+    "trl": Engine(trl_recipe, tuple(TRAINING_METHODS), ("reward", "parallel")),
     "ms-swift": Engine(swift_recipe, ("sft",), ("tp", "pp", "ep")),
 }
 

@@ -11,8 +11,6 @@ import yaml
 from reshard.base.errors import Problem, ReshardError
 from reshard.runs.guard.data.records import CHAT_SHAPES
 from reshard.runs.train.assistant_labels import marks_turns
-from reshard.runs.train.memory.gpu_models import gpus_named
-from reshard.runs.train.memory.run_memory import check_memory
 from reshard.runs.train.methods import TRAINING_METHODS, TrainingMethod
 from reshard.runs.train.options import TrainOptions
 from reshard.runs.train.recipe import Problems, Recipe, given_options, gpus_here, model_word
@@ -38,8 +36,6 @@ def trl_recipe(name: str, options: TrainOptions, rest: list[str]) -> Recipe:
     rewards = problems.of(lambda: tuple(map(_reward, options.reward or ())))
     problems.found += _reward_count(method, options)
     nproc = problems.of(lambda: _processes(options, cpu=_uses_cpu(rest)))
-    problems.settle()
-    problems.found += check_memory(method, options, nproc, rest)
     problems.settle()
     masks = False
     if name == "sft" and "--assistant_only_loss" not in rest and data.shape in CHAT_SHAPES:
@@ -148,8 +144,6 @@ def _processes(options: TrainOptions, *, cpu: bool) -> int:
             f"accelerate shards no model on CPUs: --parallel {options.parallel} would be plain data parallelism",
             remedy="leave out --use_cpu, or --parallel",
         )
-    if options.gpus:
-        return options.nproc or gpus_named(options.gpus).count
     on_cpu = ", or train on the CPU with --use_cpu true --bf16 false"
     gpus = gpus_here(needed=not (cpu or options.write_only), or_else=on_cpu)
     return options.nproc or max(gpus, 1)
