@@ -241,7 +241,6 @@ def test_importing_loads_nothing_that_may_not_be_needed() -> None:
         ],
         (lambda: reshard.train("sft", nproc=0, pp=0), "nproc=0"),
         (lambda: reshard.train("sft", nproc=0, pp=0), "pp=0"),
-        (lambda: reshard.train("sft", gpus=8), "gpus=8"),  # type: ignore[arg-type]
         (lambda: reshard.inspect("a", html=3), "html=3"),  # type: ignore[arg-type]
         (lambda: reshard.convert("a", None), "dst=None"),  # type: ignore[arg-type]
         (lambda: reshard.open(None), "path=None"),  # type: ignore[arg-type]

@@ -163,10 +163,9 @@ def test_the_packages_of_the_doctor_run_downwards() -> None:
 
 
 OF_THE_CORE = """
-    api commands.inspection containers.torchfiles.pickles families families.outer_model families.rules
-    final.final_folder final.saved_checkpoints folders folders.companion_names folders.companions
-    folders.find_weights folders.json_objects formats formats.checkpoint formats.not_found
-    oracle.transformers reshard stores transfer.source_files
+    api commands.inspection containers.torchfiles.pickles final.final_folder final.saved_checkpoints
+    folders folders.companion_names folders.companions folders.find_weights folders.json_objects
+    formats formats.checkpoint formats.not_found reshard stores transfer.source_files
 """
 """The modules of the core that `runs` may import, besides those of `base`."""
 

@@ -35,9 +35,10 @@ from tools.site import commands
 
 CONTRACT = {
     "inspect": "--json",
-    "convert": "--to --base --tp --pp --vpp --ep --etp --dp --iteration --family --trust --dtype --max-shard-size "
-    "--vocab-divisible-by --memory --workers --dry-run --overwrite --no-tokenizer --json --quiet --debug",
-    "verify": "--base --logits --proof --json",
+    "convert": "--to --base --fill-from --tp --pp --vpp --ep --etp --dp --iteration --family --trust --dtype "
+    "--max-shard-size --vocab-divisible-by --memory --workers --dry-run --overwrite --no-tokenizer --json "
+    "--quiet --debug",
+    "verify": "--base --fill-from --logits --proof --json",
     "guard": "--check --startup --stall --final --json",
     "train": "--model --data --output --lora --parallel --nproc --reward --write-only --resume --json",
     "doctor": "--lang --list --explain --json --python",

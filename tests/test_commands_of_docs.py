@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,6 +118,12 @@ def fsdp(folder: Path, base: Path) -> None:
     dcp.save({"model": weights}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
 
 
+def without_mtp(folder: Path, base: Path) -> None:
+    """As transformers saves a model: without the layers that it leaves out."""
+    make_model("deepseek_v3_mtp", base, dtype="bfloat16")
+    AutoModelForCausalLM.from_pretrained(base, dtype="auto").save_pretrained(folder)
+
+
 def lora(folder: Path, base: Path) -> None:
     adapter_of(make_model("qwen3", base, dtype="bfloat16"), folder)
 
@@ -190,6 +197,7 @@ BY_NAME: dict[str, Make] = {
     "checkpoint-2": converted,  # of ms-swift
     "checkpoint-20": fsdp,
     **dict.fromkeys(("lora", "checkpoint-30"), lora),
+    "checkpoint-500": without_mtp,
 }
 """What the sources of all other commands are, by the last part of their paths."""
 LOG = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
@@ -244,11 +252,14 @@ class Place:
             for path in paths:
                 self._put_for_doctor(path)
             return words
-        base = words[words.index("--base") + 1] if "--base" in words else "BASE"
+        bases = [value for flag, value in pairwise(words) if flag in ("--base", "--fill-from")]
+        base = bases[0] if bases else "BASE"
         self.put(make or BY_NAME[Path(paths[0]).name], paths[0], base)
         if words[0] == "verify" and len(paths) == 2:
-            api.convert(paths[0], paths[1], to="huggingface", base=base if Path(base).exists() else None)
-        if words[0] == "convert" and "--base" not in words and "--to" not in words:
+            there = base if Path(base).exists() else None
+            complete = base if "--fill-from" in words else None
+            api.convert(paths[0], paths[1], to="huggingface", base=there, fill_from=complete)
+        if words[0] == "convert" and not bases and "--to" not in words:
             proposed = reshard("inspect", paths[0], "--json").json["next"]
             return [*words, *(["--base", "BASE"] if "--base" in str(proposed) else [])]
         return words
@@ -263,6 +274,8 @@ class Place:
             )
         elif path.endswith(".py"):
             (self._folder / path).write_text("model = AutoModelForCausalLM.from_pretrained('m')\n")
+        elif path.endswith(".yaml"):
+            (self._folder / path).write_text("distributed_type: FSDP\nnum_processes: 2\n")
         else:
             self.put(BY_NAME[Path(path).name], path, "BASE")
 

@@ -84,10 +84,10 @@ class VerifyOptions(CompareOptions):
                 "--proof needs SRC and DST, and only counts elements",
                 remedy="pass both: reshard verify SRC DST --proof",
             )
-        if is_alone and (self.base is not None or self.logits):
+        if is_alone and (self.base is not None or self.fill_from is not None or self.logits):
             raise ReshardError(
                 "second-checkpoint-missing",
-                "--base and --logits compare two checkpoints, but only one is given",
+                "--base, --fill-from and --logits compare two checkpoints, but only one is given",
                 remedy="pass the other one too: reshard verify A B",
             )
 
@@ -161,7 +161,7 @@ def verified(a: StrPath, b: StrPath | None, options: VerifyOptions) -> Compariso
         threads = shared(None, MemoryMeter(options.limit).left(MemoryNeed())).threads
         return check_record(source_path(a), threads, **hooks)
     if options.proof:
-        return prove_output(source_path(a), source_path(b), options.base_path, options.on_step)
+        return prove_output(source_path(a), source_path(b), options, options.on_step)
     return _comparison_of(a, b, options, hooks)
 
 
@@ -172,7 +172,9 @@ def _comparison_of(
     if options.page is not None:
         check_page(options.page, "--html")
     meter = MemoryMeter(options.limit)
-    first, second = open_sides(source_path(a), source_path(b), options.base_path, options.on_step, meter)
+    first, second = open_sides(
+        source_path(a), source_path(b), options.base_path, options.fill_path, options.on_step, meter
+    )
     need = need_of(first, second)
     share = shared(None, meter.left(need), need, first.checkpoint.sources.paths)
     result = compare_weights(first, second, share, measured=options.page is not None, **hooks)

@@ -12,6 +12,11 @@ from reshard.base.errors import Problem, listed
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
+def patterns(names: Iterable[str]) -> Counter[str]:
+    """How many names there are of each pattern, in which `*` is the number of a layer or an expert."""
+    return Counter(_INDEX.sub("*", name) for name in names)
+
+
 def one_for_all(problems: Iterable[Problem], names: Iterable[str], file: str) -> list[Problem]:
     """`problems`, with those that are the same for every layer and expert merged into one.
 
@@ -21,7 +26,7 @@ def one_for_all(problems: Iterable[Problem], names: Iterable[str], file: str) ->
     problems = list(problems)
     if not problems:
         return []
-    instances = Counter(_INDEX.sub("*", name) for name in names)
+    instances = patterns(names)
     groups: dict[Problem, list[Problem]] = {}
     for problem in problems:
         pattern = _INDEX.sub("*", problem.tensor or "")

@@ -88,6 +88,8 @@ def _print_proof(proof: Proof, a: Path, b: Path | None) -> None:
     rows: list[tuple[int, str]] = [(source.used, "used once" if not source.shared else "used")]
     if source.shared:
         rows.append((source.shared, "of these, used for more than one tensor of B"))
+    if source.filled:
+        rows.append((source.filled, "of these, filled from another model, which A does not have"))
     rows += [(elements, f"dropped: {rule}") for rule, elements in sorted(source.unused.items())]
     if source.copies:
         rows.append(

@@ -76,7 +76,8 @@ def absolute(source: Path, options: ConversionOptions) -> tuple[Path, Conversion
 
 def _at(options: ConversionOptions, place: Callable[[Path], Path]) -> ConversionOptions:
     """The options with other paths of what is read."""
-    return replace(options, base=options.base_path and place(options.base_path))
+    base, complete = options.base_path, options.fill_path
+    return replace(options, base=base and place(base), fill_from=complete and place(complete))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind
 from reshard.formats.optimizer import MASTER_STATE
-from reshard.formats.options import ConversionOptions
+from reshard.formats.options import BaseOption, ConversionOptions
 from reshard.model.dequantization import UNUSED_SCALES
 from reshard.model.vocabulary import PADDING
 from reshard.planning import plan_conversion
@@ -67,15 +67,16 @@ LARGEST = 1 << 28
 class Source:
     """How many elements the source has, and what happens to them.
 
-    `elements` includes tensors that are stored more than once (`copies`). `shared` elements are used for several
-    tensors of the output, and `elsewhere` counts bytes used from other files. `dropped` counts bytes by rule; `unused`
-    counts the elements of tensors among them.
+    `elements` includes tensors that are stored more than once (`copies`), and those `filled` from the model that
+    completes the source. `shared` elements are used for several tensors of the output, and `elsewhere` counts bytes
+    used from other files. `dropped` counts bytes by rule; `unused` counts the elements of tensors among them.
     """
 
     tensors: int = 0
     elements: int = 0
     used: int = 0
     shared: int = 0
+    filled: int = 0
     copies: int = 0
     unused: dict[str, int] = field(default_factory=dict)
     elsewhere: int = 0
@@ -128,17 +129,21 @@ def prove(plan: Plan, checkpoint: Checkpoint, on_count: OnCount = lambda done, c
 
 
 def prove_output(
-    source: Path, output: Path, base: Path | None = None, on_step: OnStep = lambda step: None
+    source: Path, output: Path, moved: BaseOption | None = None, on_step: OnStep = lambda step: None
 ) -> Proof:
     """Rebuild the plan that made `output` from `source`, with the recorded options, and count it.
 
+    `moved` has other paths of the folders beside the source.
     Raises ReshardError if there is no record, if the source has changed, or if planning fails.
     """
     if (source / RECORD).is_file() and output.exists() and not (output / RECORD).is_file():
         raise ReshardError([_swapped_problem(source, output)])
     record = read_unmodified(output)
     options = options_of(record, output)
-    options = replace(options, base=base) if base else options
+    if moved and moved.base_paths:
+        options = replace(
+            options, base=moved.base or options.base, fill_from=moved.fill_from or options.fill_from
+        )
     try:
         plan = without_record(plan_conversion(source, options, on_step))
     except ReshardError as error:
@@ -161,9 +166,9 @@ def prove_output(
 def _other_facts(plan: Plan, record: Mapping[str, Any], *, is_same: bool) -> Iterator[UsageFault]:
     """A fault for each fact that the plan contradicts. Other plans may tell facts otherwise, except for `dropped`."""
     facts = json_of(to_json(plan.facts))
-    for name in sorted(facts.keys() - {FILES_KEY}) if is_same else ("dropped",):
-        if record.get(name) != facts[name]:
-            difference = f"it says {json.dumps(record.get(name))}, and the plan {json.dumps(facts[name])}"
+    for name in sorted(facts.keys() - {FILES_KEY}) if is_same else ("dropped", "filled"):
+        if record.get(name) != facts.get(name):
+            difference = f"it says {json.dumps(record.get(name))}, and the plan {json.dumps(facts.get(name))}"
             yield UsageFault(f"{RECORD}: {name}", difference)
 
 
@@ -267,10 +272,13 @@ class _SourceUsage:
         self._dtypes: dict[Storage, DType] = {}
         for name, tensor in self._tensors.items():
             self._add(name, tensor)
+        self._filled: set[Storage] = set()
+        is_model = checkpoint_kind(checkpoint) is CheckpointKind.MODEL
         for folder in plan.sources.named[1:]:
             if not self._unknown_storages():
                 break
-            for name, tensor in self._of_base(folder).items():
+            for name, tensor in self._of_base(folder, completes=is_model).items():
+                self._filled.update(storages_of(tensor.view) if is_model else ())
                 self._add(unique := f"{name} of {folder}" if name in self._tensors else name, tensor)
                 self._tensors[unique] = tensor
         self._copies = self._add_copies()
@@ -293,10 +301,10 @@ class _SourceUsage:
         """Storages that are used but belong to no tensor of the source."""
         return [each for each in self._usage.stored if each not in self._stored]
 
-    def _of_base(self, folder: Path) -> dict[str, Tensor]:
+    def _of_base(self, folder: Path, *, completes: bool) -> dict[str, Tensor]:
         """The tensors of a base: all for an adapter, and for a model those that complete it."""
         tensors = open_checkpoint(folder).tensors
-        if checkpoint_kind(self._checkpoint) is not CheckpointKind.MODEL:
+        if not completes:
             return tensors
         return {
             name: each for name, each in tensors.items() if any(map(self._counts, storages_of(each.view)))
@@ -334,6 +342,7 @@ class _SourceUsage:
             used, taken = self._settled(storage)
             source.elements += self._elements(storage, self._tensor_bytes(storage).numel)
             source.used += self._elements(storage, used)
+            source.filled += self._elements(storage, used) if storage in self._filled else 0
             source.shared += self._elements(storage, usage.shared(storage))
             for rule, nbytes in taken.items():
                 unused[rule] += nbytes

@@ -26,6 +26,7 @@ from reshard.formats.quantization import Quantization
 from reshard.formats.stepped_tensor import FLOAT64, changed
 from reshard.model.dequantization import BFLOAT16, FLOAT32, dequantized
 from reshard.model.described_checkpoint import describe, described_by
+from reshard.model.filled_checkpoint import filled
 from reshard.model.find_config import config_of, read_base
 from reshard.model.logical_tensors import LogicalTensor, LogicalTensors, logical_tensors
 from reshard.model.model_heads import as_named
@@ -225,17 +226,21 @@ def open_sides(
     a: Path,
     b: Path,
     base: Path | None = None,
+    complete: Path | None = None,
     on_step: OnStep = lambda step: None,
     meter: MemoryMeter | None = None,
 ) -> tuple[Side, Side]:
-    """Open both checkpoints under logical names. A side without a config uses the other side's."""
+    """Open both checkpoints under logical names. A side without a config uses the other side's.
+
+    `complete` has what a side may lack.
+    """
     sources = Sources(a, b, meter=meter)
     if base:
         read_base(base, sources)  # check it even if neither side needs it
     with sources.counted(on_step):
         first, second = open_checkpoint(a, sources=sources), open_checkpoint(b, sources=sources)
     on_step("comparing names and shapes")
-    return _side(first, second, base), _side(second, first, base)
+    return _side(first, second, base, complete), _side(second, first, base, complete)
 
 
 def need_of(first: Side, second: Side) -> MemoryNeed:
@@ -287,7 +292,7 @@ def _not_comparable(quantization: Quantization, path: Path) -> ReshardError:
     )
 
 
-def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None) -> Side:
+def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, complete: Path | None) -> Side:
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
     before, checkpoint = checkpoint, _comparable(checkpoint, other)
@@ -298,7 +303,8 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None) -> Side:
         base = other.description.folder if (other.description.folder / "config.json").is_file() else None
     borrowed = base == other.description.folder
     try:
-        resolved = resolve(describe(checkpoint, base), computes=False)
+        described = describe(checkpoint, base)
+        resolved = resolve(filled(described, complete) if complete else described, computes=False)
         return Side(resolved.checkpoint, resolved.model, logical_tensors(resolved), notes, quantized)
     except ReshardError as error:
         if borrowed and not checkpoint.has_hub_names:

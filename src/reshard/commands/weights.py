@@ -72,10 +72,11 @@ class Weights(Mapping[str, LazyTensor]):
         Relative paths are those of the current folder, wherever the process goes later.
         """
         folder = "" if path.is_absolute() else str(Path.cwd())
-        base = options.base_path and options.base_path.absolute()
+        base, complete = options.base_path, options.fill_path
+        options = replace(options, base=base and base.absolute(), fill_from=complete and complete.absolute())
         with as_typed(folder):
             checkpoint = open_checkpoint(path.absolute(), options.iteration, options.strip)
-        return cls(checkpoint, replace(options, base=base), path, folder)
+        return cls(checkpoint, options, path, folder)
 
     @property
     def format(self) -> str:

@@ -101,6 +101,8 @@ class Checkpoint:
         Which variant of the format it is, if there are several.
     quantization : Quantization, optional
         Which tensors are quantized weights.
+    filled : tuple of str
+        Tensors that it lacked, and another model completed.
     spare : frozenset of str
         Tensors that are dropped if the family does not have them and they are zeros.
     native : FormatData
@@ -123,6 +125,7 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     variant: str = ""
     quantization: Quantization | None = None
+    filled: tuple[str, ...] = ()
     spare: frozenset[str] = frozenset()
     native: FormatData = field(default_factory=FormatData)
     sources: Sources = field(default_factory=Sources, compare=False)

@@ -36,10 +36,26 @@ class BaseOption:
 
     base: Annotated[StrPath | None, About("Hugging Face folder with config and tokenizer.", "PATH")] = None
 
+    fill_from: Annotated[
+        StrPath | None,
+        About("Complete model, from which tensors that SRC lacks are taken; also its --base.", "PATH"),
+    ] = None
+
     @cached_property
     def base_path(self) -> Path | None:
-        """The folder `base`, on this machine or in a store."""
-        return None if self.base is None else source_path(self.base)
+        """The folder `base`, or else `fill_from`, on this machine or in a store."""
+        base = self.base or self.fill_from
+        return None if base is None else source_path(base)
+
+    @cached_property
+    def fill_path(self) -> Path | None:
+        """The folder `fill_from`, on this machine or in a store."""
+        return None if self.fill_from is None else source_path(self.fill_from)
+
+    @property
+    def base_paths(self) -> tuple[Path, ...]:
+        """The folders beside the source that are read."""
+        return tuple(dict.fromkeys(filter(None, (self.base_path, self.fill_path))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +227,7 @@ class ConversionOptions(Opening, StepOption, Output):
         """All options, for a record; of the files in `beside`, only the names."""
         converted = {
             "base": None if self.base is None else str(self.base),
+            "fill_from": None if self.fill_from is None else str(self.fill_from),
             "layout": asdict(self.layout),
             "max_shard_size": self.max_shard_size and self.shard_size,
             "tokenizer": not self.no_tokenizer,

@@ -168,7 +168,8 @@ def _missing_problem(checkpoint: Checkpoint, family: Family, prefix: str) -> Pro
         rule=f"a model of family {family.name} has several parts, and all are converted",
         expected=f"tensors whose Hub names begin with {prefix}",
         found="none",
-        remedy="copy or save the checkpoint again with all its parts",
+        remedy="copy or save the checkpoint again with all its parts, or take them from the model that training "
+        "started from: --fill-from DIR",
         values={"family": family.name},
     )
 

@@ -215,7 +215,7 @@ def _head_missing(checkpoint: Checkpoint, name: str) -> Problem:
         file=str(checkpoint.path),
         rule="tie_word_embeddings is false in config.json: the head has weights of its own",
         remedy="if the model's head is tied to its embedding, set tie_word_embeddings to true in config.json; else the "
-        "checkpoint is incomplete: copy it again",
+        "checkpoint is incomplete: copy it again, or take the head from its base: --fill-from DIR",
     )
 
 

@@ -75,7 +75,8 @@ def _resolve_checkpoint(described: DescribedCheckpoint, trust: str, *, computes:
         mtp_count = mtp_layers(checkpoint, plain_names(checkpoint, family), text)
         if mtp_count != named:
             text.update(dict.fromkeys((MTP_LAYERS[0], *text.keys() & {*MTP_LAYERS}), mtp_count))
-            notes = [*notes, f"MTP layers: config.json names {named}, the checkpoint has {mtp_count}"]
+            those = "; --fill-from DIR takes them from the base" if mtp_count < named else ""
+            notes = [*notes, f"MTP layers: config.json names {named}, the checkpoint has {mtp_count}{those}"]
         if correction := vocabulary.corrected(checkpoint, text, described.folder):
             text["vocab_size"], reason = correction
             notes = [*notes, reason]

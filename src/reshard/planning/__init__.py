@@ -43,7 +43,7 @@ def plan_conversion(
     `on_step` receives a description of each step. Reads headers and metadata only, and the lora_A of projections that
     may share one, within the limit of `meter`.
     """
-    sources = Sources(path, *([options.base_path] if options.base_path else []), meter=meter)
+    sources = Sources(path, *options.base_paths, meter=meter)
     with sources.counted(on_step):
         checkpoint = open_checkpoint(path, options.iteration, options.strip, sources)
     on_step("planning")

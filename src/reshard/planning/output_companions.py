@@ -136,6 +136,8 @@ def facts(
         "dtypes": dict(Counter(tensor.dtype.name for tensor in request.tensors)),
         "dropped": dict(dropped),
     }
+    if checkpoint.filled:
+        record["filled"] = list(checkpoint.filled)
     if request.states:
         record["optimizer"] = {state: len(planned) for state, planned in request.states.items()}
     return record

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
+from reshard.base.errors import Problem, ReshardError, listed
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind, Format, Request, Target
 from reshard.formats.options import ConversionOptions
 from reshard.formats.quantization import refusal
 from reshard.model.dequantization import dequantized
 from reshard.model.described_checkpoint import DescribedCheckpoint, describe
+from reshard.model.filled_checkpoint import filled
 from reshard.model.find_config import contradictions
 from reshard.model.model_heads import as_named, refuse_other_head, resolve_if_declared
 from reshard.model.resolve import ResolvedCheckpoint, resolve
@@ -55,7 +58,28 @@ def prepared_source(source: ConversionSource) -> PreparedSource:
         resolved = adapter_tensors.resolved(checkpoint, target, options)
     else:
         resolved = _resolve_model(checkpoint, target, options)
+        if options.with_optimizer and resolved.checkpoint.filled:
+            raise ReshardError(_without_states(resolved.checkpoint))
     return PreparedSource(resolved, source.kind, source.format, target, options)
+
+
+def _told_if_complete(checkpoint: Checkpoint, complete: Path) -> Checkpoint:
+    """The checkpoint, with a note if there was nothing to fill."""
+    if checkpoint.filled:
+        return checkpoint
+    note = f"the checkpoint has every tensor of {complete}: nothing is filled"
+    return replace(checkpoint, notes=[*checkpoint.notes, note])
+
+
+def _without_states(checkpoint: Checkpoint) -> Problem:
+    return Problem(
+        "filled-tensors-without-states",
+        "tensors that are filled from another model have no optimizer states",
+        tensor=listed(checkpoint.filled, 3),
+        file=str(checkpoint.path),
+        rule="an optimizer has a state for each weight that it trains",
+        remedy="leave out --with-optimizer, or --fill-from",
+    )
 
 
 def _storable(source: ConversionSource, target: Target) -> Checkpoint:
@@ -77,6 +101,10 @@ def _resolve_model(checkpoint: Checkpoint, target: Target, options: ConversionOp
     if options.state_dict and checkpoint.has_hub_names and checkpoint.native.has_shapes:
         return as_named(DescribedCheckpoint(checkpoint, {}, checkpoint.description.folder, None))
     described = describe(checkpoint, options.base_path, options.family, options.trust)
+    if options.fill_path:
+        described = filled(described, options.fill_path)
+        checkpoint = _told_if_complete(described.checkpoint, options.fill_path)
+        described = replace(described, checkpoint=checkpoint)
     if not target.names.are_derived:
         refuse_other_head(described)
         if described.config and target.check_config:
