@@ -188,6 +188,8 @@ ENVIRONMENTS = {
         ("megatron-core==0.19.2", "megatron-bridge==0.6.2"),
         python="3.12",
     ),
+    # A later release of this name on PyPI, 999.9.9, is empty.
+    "muon": Environment((), ("emerging-optimizers==0.3.0",), on="megatron-bridge-0.6"),
     # Megatron-Bridge needs an older transformers. The kernels of flash-linear-attention, which megatron-core's and
     # transformers' delta nets prefer, are for GPUs.
     "megatron-core-0.19": Environment(

@@ -8,7 +8,8 @@ It needs megatron-core 0.19, in the environment `megatron-bridge-0.6` of tests/e
     python -m tests.genuine.make_hybrid logits FOLDER …         load iterations strictly, and compute logits
     python -m tests.genuine.make_hybrid interop PATTERN FOLDER  load one of GPTModel into a HybridModel
 
-NAME is one of RUNS; with `gpt-` in front of it, the model is the GPTModel with the same layers.
+NAME is one of RUNS; with `gpt-` in front of it, the model is the GPTModel with the same layers. With a name of MUON
+before that, Muon trains it, which needs the environment `muon`.
 """
 
 from __future__ import annotations
@@ -58,8 +59,20 @@ RUNS = {
     "experts": HybridRun({**QWEN3_MOE, **GROUPED}, "*E*E|*E*E", Layout(tp=2, pp=2, ep=2, etp=1)),
     "mixed": HybridRun({**GLM4_MOE, **GROUPED, "mtp_num_layers": None}, "*-*E*E*E", Layout(ep=2)),
     "predicting": HybridRun({**GLM4_MOE, **GROUPED}, "*-*E*E*E/*E", Layout(ep=2)),
+    "small": HybridRun(
+        {**QWEN2, "num_layers": 1, "hidden_size": 16, "untie_embeddings_and_output_weights": False},
+        "*-",
+        Layout(tp=2),
+    ),
     "latent": HybridRun({**DEEPSEEK_V3, **GROUPED}, "+-+E+E+E/+E", Layout(ep=2)),
 }
+
+MUON = {
+    "muon": (False, "fully_reshardable"),
+    "layers": (True, "fully_reshardable"),
+    "buffers": (True, "dp_reshardable"),
+}
+"""How Muon trains: whether each data-parallel rank has whole matrices, and what becomes of Adam's states then."""
 
 
 def run_of(name: str) -> tuple[dict[str, Any], Layout]:
@@ -77,7 +90,9 @@ def make(name: str, out: Path, *, initial: Path | None = None, optimizer: bool =
     from tests.genuine.mcore.checkpoint_io import SaveOptions
     from tests.genuine.train_megatron import train_and_save
 
-    args, layout = run_of(name)
+    trained_by, _, model = name.partition("-") if name.startswith(tuple(MUON)) else ("", "", name)
+    args, layout = run_of(model)
+    distributed, sharding = MUON.get(trained_by, (True, "fully_reshardable"))
     run = train_and_save(
         args,
         out,
@@ -87,9 +102,10 @@ def make(name: str, out: Path, *, initial: Path | None = None, optimizer: bool =
         layout=layout,
         lr=1e-2,
         spec="te",
-        distributed_optimizer=True,
+        distributed_optimizer=distributed,
+        optimizer="muon" if trained_by else "adam",
         iteration=4 if initial else 2,
-        save=SaveOptions(optimizer=optimizer, optimizer_sharding="fully_reshardable"),
+        save=SaveOptions(optimizer=optimizer, optimizer_sharding=sharding),
     )
     if not initial:
         logits([run.folder])

@@ -44,6 +44,7 @@ class _Recipe:
     lr: float
     bf16: bool
     distributed_optimizer: bool
+    optimizer: str
     bucket_size: int | None
     gradients: bool
     held: bool
@@ -51,6 +52,11 @@ class _Recipe:
     seed: int
     iteration: int
     save: tuple[SaveOptions, ...]
+
+    @property
+    def is_layer_wise(self) -> bool:
+        """Whether each data-parallel rank has whole matrices of Muon's."""
+        return self.distributed_optimizer and self.optimizer != "adam"
 
 
 def train_and_save(
@@ -66,6 +72,7 @@ def train_and_save(
     lr: float = 1e-3,
     bf16: bool = True,
     distributed_optimizer: bool = False,
+    optimizer: str = "adam",
     bucket_size: int | None = None,
     gradients: bool = True,
     held: bool = False,
@@ -105,6 +112,7 @@ def train_and_save(
         lr=lr,
         bf16=bf16,
         distributed_optimizer=distributed_optimizer,
+        optimizer=optimizer,
         bucket_size=bucket_size,
         gradients=gradients,
         held=held,
@@ -167,11 +175,12 @@ def _run_arguments(recipe: _Recipe, dtype: Any) -> dict[str, Any]:
         "fp16": False,
         "params_dtype": dtype,
         "transformer_impl": "transformer_engine" if recipe.spec == "te" else "local",
-        "use_distributed_optimizer": recipe.distributed_optimizer,
+        "use_distributed_optimizer": recipe.distributed_optimizer and not recipe.is_layer_wise,
         "data_parallel_size": world_size // recipe.layout.tp // recipe.layout.pp // recipe.layout.cp,
         "world_size": world_size,
         "rank": torch.distributed.get_rank(),
-        "optimizer": "adam",
+        "optimizer": recipe.optimizer,
+        "use_layer_wise_distributed_optimizer": recipe.is_layer_wise,
         "lr": recipe.lr,
         "seq_length": recipe.tokens.shape[1] - 1,
         "consumed_train_samples": 0,
@@ -198,9 +207,14 @@ def _wrap(chunks: list[Any], recipe: _Recipe) -> list[Any]:
         check_for_nan_in_grad=False,
     )
     modules = _wrap_precision(chunks) if recipe.bf16 else chunks
+    placed = _layer_wise(modules, config) if recipe.is_layer_wise else [{} for _ in modules]
     wrapped = [
         DistributedDataParallel(
-            config=module.config, ddp_config=config, module=module, disable_bucketing=index > 0
+            config=module.config,
+            ddp_config=config,
+            module=module,
+            disable_bucketing=index > 0,
+            **placed[index],
         )
         for index, module in enumerate(modules)
     ]
@@ -208,6 +222,30 @@ def _wrap(chunks: list[Any], recipe: _Recipe) -> list[Any]:
     for module in wrapped:
         module.broadcast_params()
     return wrapped
+
+
+def _layer_wise(modules: list[Any], config: Any) -> list[dict[str, Any]]:
+    """Where Muon's matrices and the weights of its Adam are in buffers, as Megatron-LM 0.19 places them."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.optimizer import layer_wise_optimizer
+
+    layer_wise_optimizer.tag_params_for_buffer_routing(modules)
+    place = layer_wise_optimizer.LayerWiseDistributedOptimizer.compute_full_param_layout
+    sizes = (
+        ps.get_data_parallel_world_size(with_context_parallel=True),
+        ps.get_expert_data_parallel_world_size(),
+    )
+    layouts = (
+        place(
+            [each for each in module.parameters() if each.requires_grad],
+            config.bucket_size,
+            sizes[0],
+            config,
+            expert_data_parallel_world_size=sizes[1],
+        )
+        for module in modules
+    )
+    return [{"full_param_layout": layout} for layout in layouts]
 
 
 def _make_optimizer(wrapped: list[Any], recipe: _Recipe) -> tuple[Any, Any]:
@@ -218,16 +256,18 @@ def _make_optimizer(wrapped: list[Any], recipe: _Recipe) -> tuple[Any, Any]:
     config = wrapped[0].config
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam",
+            optimizer=recipe.optimizer,
+            **({"use_layer_wise_distributed_optimizer": True} if recipe.is_layer_wise else {}),
             lr=recipe.lr,
             min_lr=recipe.lr,
             weight_decay=0.01,
             bf16=recipe.bf16,
             params_dtype=config.params_dtype,
-            use_distributed_optimizer=recipe.distributed_optimizer,
+            use_distributed_optimizer=recipe.distributed_optimizer and not recipe.is_layer_wise,
             clip_grad=1.0,
         ),
         wrapped,
+        **({} if recipe.optimizer == "adam" else {"config_overrides": {}}),
     )
     for module in wrapped:
         module.config.finalize_model_grads_func = finalize_model_grads

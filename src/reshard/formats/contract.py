@@ -26,7 +26,7 @@ from reshard.families.sized_family import Model
 from reshard.folders.companion_names import CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.optimizer import MOMENTS, Adam
+from reshard.formats.optimizer import Adam
 from reshard.formats.options import ConversionOptions
 from reshard.formats.quantization import plain_config, settings_as_told, settings_of
 from reshard.transfer.elements import castable
@@ -193,7 +193,7 @@ def stateless(request: Request) -> list[str]:
     if not request.states:
         return []
     apart = (*KEEPS_ITS_DTYPE, *([HEAD] if request.tied else []))
-    stateful = request.states[MOMENTS[0]]
+    stateful = {name for states in request.states.values() for name in states}
     names = [tensor.name for tensor in request.tensors if tensor.name not in stateful]
     frozen = sorted(name for name in names if not name.endswith(apart))
     what = f"the optimizer has no states of {listed(frozen, 1)}" if frozen else ""

@@ -9,6 +9,8 @@ from typing import Any
 from reshard.algebra.tensors import Replica, Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"
+"""The state of Muon, which updates matrices. Adam's are those of the weights that are left to it."""
 MASTER_STATE = "fp32"
 OPTIMIZER_STATES = "optimizer states"
 """The rule by which they are dropped."""
@@ -38,6 +40,12 @@ class OptimizerStates(Mapping[str, Mapping[str, Tensor]]):
 
     def __len__(self) -> int:
         return len(self._states)
+
+
+def united(first: States, second: States) -> OptimizerStates:
+    """The states of two optimizers, which have other weights."""
+    names = dict.fromkeys((*first, *second))
+    return OptimizerStates(names, lambda state: {**(first.get(state) or {}), **(second.get(state) or {})})
 
 
 @dataclass(frozen=True)
@@ -89,8 +97,9 @@ class OptimizerContents:
 
     @property
     def supported_states(self) -> States:
-        """The states of Adam, and masters. Others, such as AMSGrad's, are dropped."""
-        return {state: self.states[state] for state in (*MOMENTS, MASTER_STATE) if state in self.states}
+        """The states of Adam and of Muon, and masters. Others, such as AMSGrad's, are dropped."""
+        known = (*MOMENTS, MOMENTUM, MASTER_STATE)
+        return {state: self.states[state] for state in known if state in self.states}
 
     def without(self, state: str) -> OptimizerContents:
         """The same without one state."""

@@ -12,7 +12,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.formats import written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import Format
-from reshard.formats.optimizer import MASTER_STATE, OPTIMIZER_STATES
+from reshard.formats.optimizer import MASTER_STATE, MOMENTUM, OPTIMIZER_STATES
 from reshard.model.logical_tensors import LogicalTensor, LogicalTensors
 from reshard.planning.target_tensors import OutputTypes, sources_of
 
@@ -43,6 +43,17 @@ def refuse_unable(checkpoint: Checkpoint, format: Format) -> None:
             if checkpoint.dropped[OPTIMIZER_STATES]
             else "no optimizer",
             remedy="; ".join([leave_out, *(note for note in checkpoint.notes if OPTIMIZER_STATES in note)]),
+        )
+    if MOMENTUM in checkpoint.optimizer.states and MOMENTUM not in written()[format.name].states:
+        muons = sorted(name for name, target in written().items() if MOMENTUM in target.states)
+        raise ReshardError(
+            "format-without-muon",
+            f"{format.name} cannot store the states of Muon",
+            file=str(checkpoint.path),
+            rule="Muon has one momentum for each matrix, and Adam the states of all other weights",
+            expected=f"--to {' or --to '.join(muons)}",
+            found=f"--to {format.name}",
+            remedy=leave_out,
         )
 
 

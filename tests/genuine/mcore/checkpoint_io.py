@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,8 +47,8 @@ def load_run(
     keys = stored_keys(folder)
     metadata = {**dist_checkpointing.load_content_metadata(str(folder)), **key_style(keys)}
     wanted = wanted_states(chunks, keys)
-    if optimizer.config.use_distributed_optimizer:
-        _begin_states(optimizer)
+    distributed = _distributed(optimizer)
+    _begin_states(distributed)
     wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
     loaded, unexpected, missing = dist_checkpointing.load(
         wanted, str(folder), strict=StrictHandling.RETURN_ALL
@@ -59,8 +59,7 @@ def load_run(
         for key in chunk.load_state_dict(loaded[model_key(chunks, index)], strict=False).unexpected_keys
     ]
     optimizer.load_state_dict(_for_links(loaded["optimizer"], len(optimizer.chained_optimizers)))
-    if optimizer.config.use_distributed_optimizer:
-        _separate_steps(optimizer)
+    _separate_steps(distributed)
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
     states = [[key for key in keys if "optimizer." in key] for keys in (missing, unexpected)]
     mismatch = Mismatch.of(missing, [*unexpected, *left])
@@ -92,7 +91,14 @@ def _for_links(state: dict[Any, Any], links: int) -> dict[Any, Any]:
     return {key: {**single, **link, "optimizer": {"param_groups": groups}} for key, link in numbered.items()}
 
 
-def _begin_states(optimizer: Any) -> None:
+def _distributed(optimizer: Any) -> list[Any]:
+    """The distributed optimizers in a chain; Muon's that works layer by layer is none."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    return [link for link in optimizer.chained_optimizers if isinstance(link, DistributedOptimizer)]
+
+
+def _begin_states(links: Sequence[Any]) -> None:
     """Add what torch's Adam, which counts steps per tensor, lacks compared to Transformer Engine's.
 
     It has no states before its first step, although megatron-core asks for their step, and megatron-core looks for the
@@ -100,7 +106,7 @@ def _begin_states(optimizer: Any) -> None:
     """
     import torch
 
-    for link in optimizer.chained_optimizers:
+    for link in links:
         if not _is_torchs(link.optimizer):
             continue
         for group in link.optimizer.param_groups:
@@ -112,9 +118,9 @@ def _begin_states(optimizer: Any) -> None:
         )
 
 
-def _separate_steps(optimizer: Any) -> None:
+def _separate_steps(links: Sequence[Any]) -> None:
     """Give each tensor a step of its own: megatron-core shares one between all, and torch's Adam increments each."""
-    for link in optimizer.chained_optimizers:
+    for link in links:
         if _is_torchs(link.optimizer):
             for state in link.optimizer.state.values():
                 state["step"] = state["step"].clone()
@@ -228,7 +234,9 @@ def _content_metadata(optimizer: Any, options: SaveOptions) -> dict[str, Any]:
     }
     if options.per_layer:
         content["non_homogeneous_layers"] = True
-    if getattr(getattr(optimizer, "config", None), "use_distributed_optimizer", False):
+    config = getattr(optimizer, "config", None)
+    flags = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer")
+    if any(getattr(config, flag, False) for flag in flags):
         content["distrib_optim_sharding_type"] = _sharding_type(options)
         if options.optimizer_sharding == "fully_reshardable":
             content["distrib_optim_fully_reshardable_mem_efficient"] = False

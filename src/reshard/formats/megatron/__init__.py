@@ -28,7 +28,7 @@ from reshard.formats.megatron import (
     zarr,
 )
 from reshard.formats.megatron.megatron_request import fit
-from reshard.formats.optimizer import MASTER_STATE, MOMENTS
+from reshard.formats.optimizer import MASTER_STATE, MOMENTS, MOMENTUM
 from reshard.transfer.source_files import Sources
 
 
@@ -72,7 +72,7 @@ TORCH_DIST = Format(
         NAMES,
         Ranks(AXES),
         holds=frozenset({CheckpointKind.MODEL, CheckpointKind.ADAPTER}),
-        states=(*MOMENTS, MASTER_STATE),
+        states=(*MOMENTS, MOMENTUM, MASTER_STATE),
         fit=fit,
     ),
     aliases=("mcore", "megatron-core", "torch-dist"),

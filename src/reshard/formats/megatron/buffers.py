@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -119,11 +119,13 @@ _Buckets = Mapping[_BufferKey, Mapping[int, tuple[str, DcpTensor]]]
 def buckets_of(stored: Mapping[str, DcpTensor]) -> dict[str, _Buckets]:
     """The buckets among the tensors of a checkpoint, by state; empty if there are none."""
     buckets: defaultdict[str, dict[_BufferKey, dict[int, tuple[str, DcpTensor]]]] = defaultdict(dict)
-    for key, tensor in stored.items():
-        match = _BUCKET.fullmatch(key)
-        if match and len(tensor.shape) == 1:
+    matches = {key: match for key in stored if (match := _BUCKET.fullmatch(key))}
+    first = min((int(match[1] or 0) for match in matches.values()), default=0)  # after that of Muon
+    for key, match in matches.items():
+        tensor = stored[key]
+        if len(tensor.shape) == 1:
             link, group, number, bucket, state = match.groups()
-            buffer = _BufferKey(link not in (None, "0"), int(group), int(number))
+            buffer = _BufferKey(int(link or 0) != first, int(group), int(number))
             buckets[state].setdefault(buffer, {})[int(bucket)] = key, tensor
     return dict(buckets)
 
@@ -132,11 +134,13 @@ def buckets_of(stored: Mapping[str, DcpTensor]) -> dict[str, _Buckets]:
 class OptimizerBuffers:
     """The `buckets` of a checkpoint by state, as the states of its `weights`.
 
-    `args` are Megatron-LM's, as far as they are recorded; `reading` finds the elements of the buckets.
+    `args` are Megatron-LM's, as far as they are recorded; `reading` finds the elements of the buckets. `elsewhere` are
+    the matrices that Muon updates, experts among them.
     """
 
     buckets: Mapping[str, _Buckets]
     weights: Mapping[str, Tensor]
+    elsewhere: Collection[str]
     saved: SavedLayout
     args: Mapping[str, Any]
     reading: Reading
@@ -149,9 +153,13 @@ class OptimizerBuffers:
 
     def spare(self, nbytes: int) -> int:
         """How many of the optimizer's `nbytes` are not the states of weights."""
-        numel = sum(tensor.view.numel for name, tensor in self.weights.items() if _is_trained(name))
+        numel = sum(tensor.view.numel for name, tensor in self.weights.items() if self._has(name))
         firsts = (next(iter(next(iter(buckets.values())).values()))[1] for buckets in self.buckets.values())
         return max(0, nbytes - sum(numel * each.dtype.itemsize for each in firsts))
+
+    def _has(self, name: str) -> bool:
+        """Whether the buffers have the states of a weight."""
+        return _is_trained(name) and name not in self.elsewhere
 
     def state(self, state: str) -> dict[str, Tensor]:
         """One state by the names of the weights. Raises ReshardError if the order of the buffers is unknown.
@@ -201,7 +209,7 @@ class OptimizerBuffers:
                 "optimizer.distributed", wanted, f"those of {len(ranks) - expert_buffers} ranks"
             )
         if (
-            (expert_buffers > 0) != (layout.ep > 1)
+            (expert_buffers > 0) != (layout.ep > 1 and not self.elsewhere)
             or expert_buffers % (layout.ep * layout.etp)
             or experts % layout.ep
         ):
@@ -247,12 +255,14 @@ class OptimizerBuffers:
         """The parameters of each buffer, in the order of the modules."""
         layout = self._layout
         states = self._rank_states(transformer_engine)
-        has_expert_buffers = layout.ep > 1
+        has_expert_buffers = layout.ep > 1 and not self.elsewhere
         for group in range(layout.pp * layout.tp):
             pp, tp = divmod(group, layout.tp)
             etp = tp if layout.etp == layout.tp else 0
             chunks = [
-                _chunk_parameters(states, MegatronRank(tp, pp), etp, chunk) for chunk in range(layout.vpp)
+                [each for each in parameters if self._has(each.shard.tensor.name)]
+                for chunk in range(layout.vpp)
+                for parameters in [_chunk_parameters(states, MegatronRank(tp, pp), etp, chunk)]
             ]
             if has_expert_buffers:
                 chunks = [

@@ -8,7 +8,8 @@ megatron-core 0.16.1, `optimizer/optimizer.py`, `optimizer/distrib_optimizer.py`
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,15 @@ from reshard.containers.dcp_metadata import DcpChunk, DcpTensor
 from reshard.containers.torchfiles.read import read_torch_file, scalar
 from reshard.containers.torchfiles.untrusted import number_of
 from reshard.containers.torchfiles.write import NewTensor, layout_torch_file
-from reshard.formats.optimizer import Adam, settings_of
+from reshard.formats.optimizer import MASTER_STATE, MOMENTS, MOMENTUM, Adam, settings_of
 from reshard.transfer.elements import castable
 from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.source_files import Sources
 
-_STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "fp32", "param": "fp32"}
+_STATES = {
+    **{state: state for state in (*MOMENTS, MOMENTUM)},
+    **dict.fromkeys(("fp32_param", "param"), MASTER_STATE),
+}
 _KEY = re.compile(rf"((?:chained_\d+\.)?optimizer\.state\.({'|'.join(_STATES)})\.)(.+)")
 _SHARDING = "distrib_optim_sharding_type"
 _MEM_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
@@ -110,6 +114,8 @@ def with_groups(
     chain = [{**links[index], "param_state_sharding_type": _PORTABLE} for index in sorted(links)]
     if not chain:
         return common
+    of_muon = _chain(common.get("optimizer") or {})[: min(links)]  # which is not bound to a layout
+    chain = [*of_muon, *chain]
     content = {**(common.get("content_metadata") or {}), _SHARDING: _PORTABLE, _MEM_EFFICIENT: False}
     optimizer = dict(enumerate(chain)) if len(chain) > 1 else chain[0]
     return {**common, "optimizer": optimizer, "content_metadata": content}
@@ -129,9 +135,8 @@ def read_optimizer(common: Mapping[str, Any]) -> Adam | None:
     """The optimizer data in `common.pt`; None if no other layout could use them."""
     try:
         chain = _chain(common["optimizer"])
-        first = _torch_state(chain[0])
-        groups = first["param_groups"]
-        step = groups[0].get("step", first.get("state", {}).get("common_step"))
+        groups = _torch_state(chain[0])["param_groups"]
+        step = next((step for link in chain if (step := _step_of(link)) is not None), None)
         steps = scalar(step) if isinstance(step, StoredTensor) else step
         content = common.get("content_metadata") or {}
         native = {
@@ -144,6 +149,12 @@ def read_optimizer(common: Mapping[str, Any]) -> Adam | None:
         return Adam(None if steps is None else int(steps), settings_of(groups[0]), native)
     except UNUSABLE:
         return None
+
+
+def _step_of(link: Mapping[str, Any]) -> Any:
+    """The step that an optimizer counts. Muon counts none."""
+    state = _torch_state(link)
+    return state["param_groups"][0].get("step", state.get("state", {}).get("common_step"))
 
 
 MAX_VALUES = 1 << 20
@@ -245,9 +256,14 @@ class MegatronOptimizer:
 
     def keyed(self) -> dict[str, Mapping[str, Planned]]:
         """The states by the prefix of their keys."""
-        masters = "param" if self.is_distributed else "fp32_param"
-        spelled = {state: masters if state == "fp32" else state for state in self.states}
-        return {f"optimizer.state.{spelled[state]}.": planned for state, planned in self.states.items()}
+        keyed: dict[str, dict[str, Planned]] = defaultdict(dict)
+        of_muon = self.states.get(MOMENTUM, {})
+        for state, planned in self.states.items():
+            for name, tensor in planned.items():
+                distributed = self.is_distributed and name not in of_muon
+                masters = "param" if distributed else "fp32_param"
+                keyed[f"optimizer.state.{masters if state == MASTER_STATE else state}."][name] = tensor
+        return dict(keyed)
 
 
 def new_optimizer(
@@ -257,21 +273,26 @@ def new_optimizer(
     mixed_precision: bool,
     expert_parallel: bool,
 ) -> MegatronOptimizer:
-    """The optimizer as a run would save it, with or without 16-bit weights, and with or without expert parallelism."""
+    """The optimizer as a run would save it, with or without 16-bit weights, and with or without expert parallelism.
+
+    Muon is an optimizer before Adam. With `--use-distributed-optimizer` it is not distributed itself, but keeps whole
+    matrices on each rank, those of experts among them (`layer_wise_optimizer.py` of megatron-core 0.19.2).
+    """
     distributed = is_distributed(optimizer)
     flags = ["--no-load-rng", *(["--use-distributed-optimizer"] if distributed else [])]
     if not is_megatrons(optimizer):
         optimizer = _adopted(optimizer)
         flags.append("--override-opt_param-scheduler")
-    chain = [_torch_state(link) for link in optimizer.native["chain"]]
-    if expert_parallel and len(chain) == 1:
+    if MOMENTUM in states:
+        flags.append("--optimizer muon")
+    chain = [_with_groups(link, [*_groups_of([link])]) for link in optimizer.native["chain"]]
+    if not expert_parallel:
+        chain = _without_experts(chain)
+    elif not any(map(_is_of_experts, _groups_of(chain))):
         biased = any(".experts." in name and name.endswith(".bias") for name in states["exp_avg"])
-        chain.append({**chain[0], "param_groups": _of_experts(chain[0]["param_groups"], biased)})
-    elif not expert_parallel:
-        chain = chain[:1]  # without expert parallelism, experts are ordinary weights
-    if distributed or mixed_precision:
-        wrapping = {key: value for key, value in optimizer.native["chain"][0].items() if key in _WRAPPED}
-        chain = [{"optimizer": inner, **wrapping} for inner in chain]
+        chain = _with_experts(chain, biased, layer_wise=distributed and MOMENTUM in states)
+    if not (distributed or mixed_precision):
+        chain = [_torch_state(link) for link in chain]
     return MegatronOptimizer(
         states,
         {"optimizer": dict(enumerate(chain)) if len(chain) > 1 else chain[0], **optimizer.native["entries"]},
@@ -280,7 +301,40 @@ def new_optimizer(
     )
 
 
-def _of_experts(groups: list[dict[str, Any]], biased: bool) -> list[dict[str, Any]]:
+def _groups_of(chain: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for link in chain:
+        yield from _torch_state(link)["param_groups"]
+
+
+def _is_of_experts(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("is_expert_parallel"))
+
+
+def _with_groups(link: Mapping[str, Any], groups: list[Any]) -> dict[str, Any]:
+    """The same optimizer with other parameter groups, in the dict of mixed precision."""
+    beside = {key: value for key, value in link.items() if key in _WRAPPED}
+    return {"optimizer": {**_torch_state(link), "param_groups": groups}, **beside}
+
+
+def _without_experts(chain: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The optimizers of a run without expert parallelism, in which experts are ordinary weights."""
+    groups = [[group for group in _groups_of([link]) if not _is_of_experts(group)] for link in chain]
+    return [_with_groups(link, own) for link, own in zip(chain, groups, strict=True) if own]
+
+
+def _with_experts(
+    chain: Sequence[Mapping[str, Any]], biased: bool, *, layer_wise: bool
+) -> list[dict[str, Any]]:
+    """The same with the groups of parallel experts: in the first optimizer if it is `layer_wise`, else in the next."""
+    first, *others = map(dict, chain)
+    own = [*_groups_of([first])]
+    experts = _of_experts(own, biased)
+    if layer_wise:
+        return [_with_groups(first, own + experts), *others]
+    return [first, _with_groups(first, experts), *others]
+
+
+def _of_experts(groups: Sequence[Mapping[str, Any]], biased: bool) -> list[dict[str, Any]]:
     """The parameter groups of experts: without embedding and head; the group without weight decay only if `biased`."""
     return [
         {**group, "is_expert_parallel": True}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
-from reshard.algebra.tensors import Tensor
+from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import View, assemble
 from reshard.base.errors import Problem, raise_all
 from reshard.containers.dcp_metadata import DcpChunk, DcpTensor
@@ -40,7 +40,14 @@ from reshard.formats.megatron.optimizer_states import (
     with_groups,
 )
 from reshard.formats.megatron.writers import engine_of, recorded_args
-from reshard.formats.optimizer import OPTIMIZER_STATES, Adam, OptimizerContents, OptimizerStates
+from reshard.formats.optimizer import (
+    MOMENTUM,
+    OPTIMIZER_STATES,
+    Adam,
+    OptimizerContents,
+    OptimizerStates,
+    united,
+)
 from reshard.formats.options import HYBRID
 from reshard.formats.state_dict_names import prefix_of, split_front
 from reshard.formats.unique_names import under_new_names
@@ -85,16 +92,17 @@ def checkpoint_of(
     reader = read(weights)
     tensors = reader.tensors()
     layout, portable = layout_of(args), portable_states(saved.tensors)
-    states = OptimizerStates(portable, lambda state: read(portable[state]).tensors())
+    states = named = OptimizerStates(portable, lambda state: read(portable[state]).tensors())
     common = saved.common
-    buffers = OptimizerBuffers(buckets_of(saved.tensors), tensors, layout, args, saved.reading)
+    of_muon = states[MOMENTUM].keys() if MOMENTUM in states else ()
+    buffers = OptimizerBuffers(buckets_of(saved.tensors), tensors, of_muon, layout, args, saved.reading)
     if buffers.buckets:
-        states, common = buffers.states(), with_groups(common, saved.objects, sources)
+        states, common = united(states, buffers.states()), with_groups(common, saved.objects, sources)
         spare = buffers.spare(dropped[OPTIMIZER_STATES])
         dropped += Counter({COPIES_AND_PADDING: spare, OPTIMIZER_STATES: -spare})
     adam = saved.optimizer(common) if states else None
     unread = [saved.left_out] if dropped[OPTIMIZER_STATES] and not adam else []
-    proof = buffers.proof if buffers.buckets else partial(roundings, tensors, states)
+    proof = partial(_proof, buffers, tensors, named)
     return Checkpoint(
         path=folder,
         format=saved.format,
@@ -111,6 +119,11 @@ def checkpoint_of(
         notes=[*iterations.renamed_note(folder, common.get("iteration")), *unread],
         variant=HYBRID if is_hybrid else saved.kind or _kind_of_keys(reader),
     )
+
+
+def _proof(buffers: OptimizerBuffers, weights: Mapping[str, Tensor], named: OptimizerStates) -> list[Replica]:
+    """The comparisons that prove states in buffers, and those with names."""
+    return [*(buffers.proof() if buffers.buckets else ()), *roundings(weights, named)]
 
 
 def _kind_of_keys(reader: _StackedReader) -> str:
