@@ -52,6 +52,7 @@ FOREIGN_FLAGS = {
     "--override-opt_param-scheduler",
     "--swiglu",
     "--use-megatron-fsdp",
+    "--use-distributed-optimizer",
     "--save",
     "--tensor-parallel-size",
     "--use-checkpoint-args",
