@@ -65,21 +65,24 @@ class _TensorTemplate:
 class Binding:
     """Both sides of a model, bound name by name.
 
-    `hf` and `native` map tensor names to `BoundTensor`s. Copies are in `copies`, not in `hf`. Raises ValueError
-    if the rules are not a bijection, which is a bug in the family and not the user's fault.
+    `hf` and `native` map tensor names to `BoundTensor`s. Copies are in `copies`, not in `hf`, and what the Hub may have
+    and is dropped is in `unread`. Raises ValueError if the rules are not a bijection, which is a bug in the family and
+    not the user's fault.
     """
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         rules = list(rules)
         self.hf: dict[str, BoundTensor] = {}
         self.copies: dict[str, BoundTensor] = {}
+        self.unread: dict[str, BoundTensor] = {}
         for rule in rules:
             if rule.hf:
                 view = rule.view.renamed(lambda source: source.name)  # type: ignore[attr-defined]
                 template = _TensorTemplate(
                     rule.hf, view, rule.layers, rule.experts, rule.copy, rule.written, rule.change
                 )
-                (self.copies if rule.copy else self.hf).update(template.instances())
+                bound = self.unread if rule.reason else self.copies if rule.copy else self.hf
+                bound.update(template.instances())
         self.native: dict[str, BoundTensor] = {}
         for template in _inverted(rules):
             self.native.update(template.instances())
@@ -98,7 +101,7 @@ def _inverted(rules: Iterable[Rule]) -> Iterator[_TensorTemplate]:
             continue
         for piece in rule.view.pieces:
             assert isinstance(piece.source, Native)
-            source: Hashable = rule.hf or DroppedElements(rule.reason)
+            source: Hashable = DroppedElements(rule.reason) if rule.reason or not rule.hf else rule.hf
             back = rule.change.reversed if rule.change else None
             key = (piece.source, tuple(rule.layers), rule.experts, back)
             pieces.setdefault(key, []).append(piece.swapped(source))

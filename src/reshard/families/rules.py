@@ -64,7 +64,8 @@ class Rule:
 
     A `copy` repeats elements of another rule (tied heads, an embedding stored twice):
     it is checked against the original and is never a source itself. `written` tells whether the Hub's
-    checkpoints store that copy. A rule without a Hugging Face name drops its elements, for `reason`.
+    checkpoints store that copy. A rule with a `reason` drops its elements; if it has a Hugging Face name, the Hub may
+    have a tensor for them, which is dropped, too.
     """
 
     hf: str
@@ -78,6 +79,9 @@ class Rule:
 
 
 Block = list[Rule]
+
+NEVER_READ = "what no layer reads"
+"""The reason to drop a tensor of an engine whatever its values are."""
 
 
 def native(name: str, *shape: int) -> View:
@@ -146,6 +150,14 @@ class Dims:
     value_dim: int
     kernel: int
     rope_scaled: bool
+    windowed: tuple[int, ...]
+    global_head_dim: int
+    global_groups: int
+    keys_are_values: bool
+    sharing: int
+    wide_sharing: bool
+    layer_dim: int
+    layer_vocab: int
 
     def __post_init__(self) -> None:
         """Raise ValueError for impossible sizes: rules loop over some sizes, and multiply others."""
@@ -187,6 +199,7 @@ class Dims:
         grouped = get("group_query_attention", True)
         experts = get("num_experts")
         ffn = args["ffn_hidden_size"]
+        global_head_dim = get("global_kv_channels", get("global_head_dim"))
         return Dims(
             layers=layers,
             hidden=hidden,
@@ -232,6 +245,14 @@ class Dims:
             value_dim=linear("linear_value_head_dim"),
             kernel=linear("linear_conv_kernel_dim"),
             rope_scaled=bool(get("use_rope_scaling", False)),
+            windowed=windowed_layers(args, layers) if global_head_dim else (),
+            global_head_dim=global_head_dim,
+            global_groups=get("num_global_query_groups", get("num_global_key_value_heads")),
+            keys_are_values=bool(get("attention_k_eq_v", False)),
+            sharing=get("num_kv_shared_layers"),
+            wide_sharing=bool(get("use_double_wide_mlp", False)),
+            layer_dim=get("per_layer_embed_dim"),
+            layer_vocab=get("per_layer_embed_vocab_size"),
         )
 
 
@@ -255,6 +276,17 @@ def delta_layers(args: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     if isinstance(freq, int):
         return tuple(layer for layer in range(min(layers, MOST_MODULES)) if (layer + 1) % freq)
     return tuple(layer for layer, is_linear in enumerate(freq) if is_linear)
+
+
+def windowed_layers(args: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Which layers attend to a window, by `--window-attn-skip-freq` or Megatron-Bridge's `interleaved_attn_pattern`."""
+    skip, pattern = args.get("window_attn_skip_freq"), args.get("interleaved_attn_pattern")
+    if isinstance(pattern, list | tuple):
+        skip = sum(each for each in pattern if isinstance(each, int))
+    if isinstance(skip, list | tuple):
+        return tuple(layer for layer, is_windowed in enumerate(skip) if is_windowed)
+    every = skip if isinstance(skip, int) and skip > 0 else MAX_NUMBER
+    return tuple(layer for layer in range(min(layers, MOST_MODULES)) if (layer + 1) % every)
 
 
 def ends(dims: Dims) -> Iterator[Rule]:

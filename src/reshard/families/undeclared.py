@@ -11,7 +11,6 @@ BEYOND_MEGATRON: dict[str, str] = {
     "bailing_hybrid": "linear attention with per-head decay; mcore-bridge's module for it needs a GPU",
     "deepseek_v4": "compressed attention and hyper-connections, which megatron-core supports after 0.16.1",
     "deepseek_v41": "compressed attention and hyper-connections, which megatron-core supports after 0.16.1",
-    "gemma4": "layers that share keys and values, and per-layer embeddings; not declared for mcore-bridge",
     "gemma4_unified": "layers that share keys and values, and per-layer embeddings; not declared for mcore-bridge",
     "glm5_next": "hybrid layers, which megatron-core supports after 0.16.1, and a patch of mcore-bridge",
     "nemotron-nas": "layers of different sizes, some without attention or MLP; not declared for Megatron-Bridge",

@@ -14,7 +14,7 @@ from reshard.base.merged_problems import one_for_all
 from reshard.families import live_names
 from reshard.families.binding import Binding, BoundTensor, DroppedElements
 from reshard.families.dialect import HUB
-from reshard.families.rules import ReversibleStep
+from reshard.families.rules import NEVER_READ, ReversibleStep
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import HEAD
 from reshard.formats.quantization import QuantizedWeight
@@ -117,15 +117,15 @@ def logical_tensors(source: ResolvedCheckpoint) -> LogicalTensors:
         return LogicalTensors(checkpoint, kept, copies)
     binding = model.binding(checkpoint.dialect.rules)
     if checkpoint.has_hub_names:
-        _check(checkpoint, binding.hf, binding.copies)
+        _check(checkpoint, binding.hf, {**binding.copies, **binding.unread})
         if checkpoint.quantization:  # its parts keep their names
             return LogicalTensors(checkpoint, _as_stored(checkpoint), _copies(checkpoint, binding))
         logical = {
             name: LogicalTensor(checkpoint.tensors[name].dtype, bound.shape, None)
-            for name, bound in binding.written()
-            if name in checkpoint.tensors  # copies are optional
+            for name, bound in (*binding.written(), *binding.unread.items())
+            if name in checkpoint.tensors  # copies are optional, and so is what nothing reads
         }
-        spare = _spare_replicas(checkpoint, {*binding.hf, *binding.copies})
+        spare = _spare_replicas(checkpoint, {*binding.hf, *binding.copies, *binding.unread})
         return LogicalTensors(checkpoint, logical, [*_copies(checkpoint, binding), *spare])
     _check(checkpoint, binding.native, {})
     logical = {}
@@ -144,11 +144,13 @@ def _as_stored(checkpoint: Checkpoint) -> dict[str, LogicalTensor]:
 
 
 def _zeros(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
-    """An engine's tensors without an equivalent on the Hub, which must therefore be zeros."""
+    """An engine's tensors without an equivalent on the Hub, which must therefore be zeros if anything reads them."""
     result = []
     for name, bound in binding.native.items():
         reason = next(bound.sources)
-        if isinstance(reason, DroppedElements) and all(source == reason for source in bound.sources):
+        if not isinstance(reason, DroppedElements) or reason.reason == NEVER_READ:
+            continue
+        if all(source == reason for source in bound.sources):
             rule = f"{reason.reason}: they can be left out if they are zeros"
             result.append(_must_be_zeros(name, checkpoint.tensors[name], rule))
     return result

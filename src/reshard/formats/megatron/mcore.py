@@ -9,14 +9,14 @@ between them. Source: the `sharded_state_dict` methods of megatron-core 0.12 to 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from reshard.algebra.layout import Layout, SavedLayout
 from reshard.base.errors import Problem, raise_all
 from reshard.containers.torchfiles.pickles import Opaque
-from reshard.families.rules import LAYER_PATTERN
+from reshard.families.rules import LAYER_PATTERN, MOST_MODULES, windowed_layers
 from reshard.formats.sharding import Split
 
 FUSED_NORMS = {
@@ -52,6 +52,8 @@ SPLITS = {
     "out_proj.weight": Split(1),
     "self_attention.A_log": Split(0),
     "self_attention.dt_bias": Split(0),
+    "per_layer_embedding.weight": Split(0),
+    "per_layer_model_proj.weight": Split(0),
     **{f"weight.{part}": Split(0) for part in ("query", "key", "value", "z", "beta", "alpha")},
     "gate_proj.weight": Split(0),
 }
@@ -62,6 +64,11 @@ WHOLE = {
     *(f"{norm}.{kind}" for norm in ("final_layernorm", "k_norm") for kind in ("weight", "bias")),
     *(f"{each}_layernorm.weight" for each in ("q", "k", "kv", "post_attention", "post_feedforward")),
     *("post_layernorm.weight", "post_mlp_layernorm.weight", "post_self_attn_layernorm.weight"),
+    # Gemma 4
+    *(f"post_{each}.weight" for each in ("moe_layernorm", "shared_expert_layernorm", "ffn_layernorm")),
+    *("linear_qkv.layer_norm_weight", "pre_shared_expert_layernorm.weight", "layer_scalar"),
+    *("router.scale", "router.per_expert_scale", "per_layer_input_gate.weight"),
+    *(f"{each}.weight" for each in ("per_layer_projection", "per_layer_proj_norm", "post_per_layer_input_norm")),
     *("q_norm.weight", "out_norm.weight", "enorm.weight", "hnorm.weight"),
     *("linear_proj.bias", "linear_fc2.bias", "router.weight", "router.bias", "router.expert_bias"),
     *("shared_experts.gate_weight", "linear_q_down_proj.weight", "linear_kv_down_proj.weight"),
@@ -112,6 +119,7 @@ PARALLEL_LINEARS = (
     "out_proj",
     "linear_in",
     "linear_out",
+    "per_layer_model_proj",
 )
 """Modules that save an `_extra_state` with their weight."""
 
@@ -121,10 +129,27 @@ STACKED_BESIDE = "vision_model.decoder."
 """The beginning of those whose weights stack layers."""
 
 
+BY_WINDOW = ("self_attention_sliding", "self_attention_global")
+"""The attention of layers with a window and without one, if they differ in shape: Megatron-Bridge's Gemma 4.
+
+Keys stack the layers of each kind. Norms have the names that they have in the model.
+"""
+
+
+def layers_by_window(args: Mapping[str, Any], part: str) -> Sequence[int]:
+    """The numbers of the layers that keys below one of `BY_WINDOW` stack, by the arguments."""
+    layers = args.get("num_layers")
+    if part not in BY_WINDOW or not isinstance(layers, int):
+        return ()
+    windowed = windowed_layers(args, layers)
+    others = [layer for layer in range(min(layers, MOST_MODULES)) if layer not in windowed]
+    return windowed if part == BY_WINDOW[0] else others
+
+
 BELOW = "language_model."
 """Prefix of a multimodal model's language model, in mcore-bridge and Megatron-Bridge."""
 
-_LANGUAGE_MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.")
+_LANGUAGE_MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.", "per_layer_")
 
 
 def is_carried(name: str) -> bool:
@@ -148,7 +173,7 @@ def refuse_undeclared(names: Iterable[str]) -> None:
     undeclared = (
         place_of(name).module
         for name in names
-        if not is_carried(name) and not split_of(name) and tail(name, 2) not in WHOLE
+        if not is_carried(name) and not split_of(name) and tail(place_of(name).module, 2) not in WHOLE
     )
     raise_all(
         Problem(
@@ -182,6 +207,12 @@ class MegatronPosition(NamedTuple):
     """"decoder" or "mtp"; empty outside of layers."""
     layer: int | None = None
     expert: int | None = None
+
+
+    @property
+    def part(self) -> str:
+        """The part of the layer that the module is, or is in."""
+        return self.module.partition(".")[0]
 
 
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?(.*)")
@@ -238,6 +269,7 @@ class LayerSpelling:
         self.indexed = any("core_attention.indexer" in place.module for place in places)
         self._sparse = {place[1:3] for place in places if place.expert is not None}
         self._linears = {(place[1:3], place.module.rpartition(".weight")[0]) for place in places}
+        self._by_window = any(place.module.startswith(BY_WINDOW) for place in places)
 
     def module(self, module: str, layer: tuple[str, int | None]) -> str:
         """The name of a module below a `layer`, which is in the stack "decoder" or "mtp"."""
@@ -251,6 +283,8 @@ class LayerSpelling:
         return next(there, fused[0])  # experts have none with this name, but local specs save the norm by it
 
     def _fuses(self, plain: str, layer: tuple[str, int | None]) -> bool:
+        if self._by_window:
+            return False
         norm = plain.rpartition(".")[0]
         if norm == "pre_mlp_layernorm":
             return layer not in self._sparse if self.transformer_engine else self._torch_dist

@@ -30,7 +30,15 @@ from reshard.formats.megatron import nemo, nemo_1
 from reshard.formats.megatron.buffers import COPIES_AND_PADDING, OptimizerBuffers, buckets_of
 from reshard.formats.megatron.common_state import OBJECTS_READ, ReadChunk, Reading
 from reshard.formats.megatron.hybrid_layers import gpt_args, gpt_name, is_of_pairs
-from reshard.formats.megatron.mcore import BELOW, MegatronPosition, is_carried, layout_of, name_of, unfused
+from reshard.formats.megatron.mcore import (
+    BELOW,
+    MegatronPosition,
+    is_carried,
+    layers_by_window,
+    layout_of,
+    name_of,
+    unfused,
+)
 from reshard.formats.megatron.optimizer_states import (
     NOT_PORTABLE,
     portable_states,
@@ -87,7 +95,7 @@ def checkpoint_of(
     args = recorded_args(folder, sources, saved.common)
     is_hybrid = is_of_pairs(args)
     args = gpt_args(args) if is_hybrid else args
-    read = partial(_StackedReader, reading=saved.reading, is_hybrid=is_hybrid)
+    read = partial(_StackedReader, reading=saved.reading, is_hybrid=is_hybrid, args=args)
     weights, dropped = _weights_of(saved.tensors, saved.objects)
     reader = read(weights)
     tensors = reader.tensors()
@@ -221,12 +229,20 @@ def _parse(key: str) -> _StackedKey:
 class _StackedReader:
     """Collects the chunks of all keys, those of weights or of states of weights, under the names of complete tensors.
 
-    A model that `is_hybrid` has the names of the GPTModel that computes the same.
+    A model that `is_hybrid` has the names of the GPTModel that computes the same. The `args` tell which layers
+    a key stacks that only some layers have.
     """
 
-    def __init__(self, stored: Mapping[str, DcpTensor], reading: Reading, is_hybrid: bool) -> None:
+    def __init__(
+        self,
+        stored: Mapping[str, DcpTensor],
+        reading: Reading,
+        is_hybrid: bool,
+        args: Mapping[str, Any],
+    ) -> None:
         self.copies = CopyFinder()
         self._named = gpt_name if is_hybrid else str
+        self._args = args
         self.per_layer = False
         self._parts: dict[str, list[tuple[tuple[int, ...], View]]] = {}
         self._shapes: dict[str, tuple[DType, tuple[int, ...]]] = {}
@@ -241,6 +257,7 @@ class _StackedReader:
         self.per_layer |= parsed.place.stack == "decoder" and not parsed.stacks_layers
         inner = tensor.shape[lead:]
         shape = inner if parsed.half is None else (2 * inner[0], *inner[1:])
+        layers = dict(enumerate(layers_by_window(self._args, parsed.place.part)))
         for chunk in tensor.chunks:
             stored = read(tensor, chunk)
             self.copies.add(chunk.file, key, chunk.offsets, stored)
@@ -255,7 +272,7 @@ class _StackedReader:
                 if parsed.stacks_experts:
                     place = place._replace(expert=at[-1])
                 if parsed.stacks_layers:
-                    place = place._replace(layer=at[0])
+                    place = place._replace(layer=layers.get(at[0], at[0]))
                 name = parsed.wrappers + self._named(name_of(place))
                 self._shapes[name] = tensor.dtype, shape
                 self._parts.setdefault(name, []).append(

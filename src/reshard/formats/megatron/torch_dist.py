@@ -154,6 +154,11 @@ class _TorchDistWriter:
         self.below = below
         self.layers, self.experts = layers, experts
         self.spelling, self.stacked = spelling, stacked
+        self.having: dict[str, dict[int, int]] = {}
+        for place in sorted(places.values(), key=lambda place: place.layer or 0):
+            if place.stack == "decoder" and place.layer is not None:
+                layers_with = self.having.setdefault(place.part, {})
+                layers_with.setdefault(place.layer, len(layers_with))
         self.metadata = DcpMetadata({}, {})
         self.stages = StageFinder(layout, layers)
         self.table = self.stages.table()
@@ -222,7 +227,8 @@ class _TorchDistWriter:
             return module if is_carried(module) else self.below + module, lead, at
         prefix = f"{self.below}{place.stack}.layers."
         if self.stacked and place.stack == "decoder":
-            lead, at = (self.layers,), (place.layer,)
+            layers = self.having[place.part]
+            lead, at = (len(layers),), (layers[place.layer],)
         else:
             prefix += f"{place.layer}."
         if place.expert is not None:
@@ -263,7 +269,8 @@ class TorchDistWriting(MegatronWriting):
         hybrid = bool(layer_pattern(args))
         # Megatron-Core stacks layers only if they are all of one kind.
         kinds = ("moe_layer_freq", "linear_attention_freq")
-        stacked = not hybrid and all(args.get(kind) in (None, 1) for kind in kinds)
+        uniform = not hybrid and all(args.get(kind) in (None, 1) for kind in kinds)
+        stacked = uniform and not args.get("use_double_wide_mlp")
         writer = _TorchDistWriter(
             layout,
             int(args["num_layers"]),
