@@ -17,7 +17,7 @@ import reshard
 from tests.environments import python
 from tests.genuine.hub_names import rewritten, rounded_bias, rounded_delta_norms, rounded_router
 from tests.genuine.huggingface import make_model
-from tests.genuine.model_types import LAYOUTS, MOE_LAYOUTS, STAGES, TYPES, make_model_type
+from tests.genuine.model_types import LAYOUTS, MOE_LAYOUTS, STAGES, TENSOR_RANKS, TYPES, make_model_type
 from tests.genuine.peers import as_transformers_4_spells
 from tests.test_mcore_bridge import assert_same, folders, tensors_of
 
@@ -37,6 +37,8 @@ NEWER = {
     **dict.fromkeys(("hy_v3", "bailing_moe", "glm4_moe_lite"), MOE_LAYOUTS),
     **dict.fromkeys(("glm_moe_dsa", "qwen3_5_moe"), MOE_LAYOUTS),
     "minimax_m2": STAGES,
+    **dict.fromkeys(("gemma4_text", "gemma4"), TENSOR_RANKS),  # whose dense model has no pipeline stages
+    **dict.fromkeys(("gemma4_moe", "gemma4_sees_moe"), MOE_LAYOUTS),
 }
 """Those that only the latest release builds."""
 ALL = {**NAMES, **NEWER}
@@ -44,6 +46,9 @@ TODAYS = [name for name in ALL if name != "nemotron_h"]
 """Those that the latest release reads and writes. It builds Nemotron-H as a HybridModel."""
 RESPELLED = ("qwen3_vl", "qwen3_vl_moe", "gemma3")
 """Those whose towers it names otherwise than the first releases: what these wrote is read, and not written."""
+
+VOCABULARIES = dict.fromkeys(("gemma4_text", "gemma4", "gemma4_moe", "gemma4_sees_moe"), 384)
+"""Where Megatron-Bridge pads the vocabulary."""
 
 WITHOUT = {
     name: {"num_nextn_predict_layers": 0} for name in ("qwen3_next", "glm4_moe", "glm_moe_dsa", "bailing_moe")
@@ -74,7 +79,7 @@ def judge(name: str, tmp_path: Path, environment: str = "megatron-bridge", **con
     reads = environment != "megatron-bridge" or name not in RESPELLED
     base = tmp_path / "base"
     if name in TYPES:
-        make_model_type(name, base, vocab=288, **config)
+        make_model_type(name, base, vocab=VOCABULARIES.get(name, 288), **config)
     else:
         make_model(name, base, dtype="bfloat16", vocab_size=288, **config)
         rewritten(base, rounded_bias)

@@ -260,6 +260,18 @@ def gemma3(config: Config, tensors: Tensors) -> None:
         tensors[name.replace("vision_tower.", "vision_tower.vision_model.")] = tensors.pop(name)
 
 
+def gemma4(config: Config, tensors: Tensors) -> None:
+    """Heads of layers without a window in keys of their own, as before transformers 5.20, and a vision rope's old name."""
+    for part in (config, config.get("text_config", {})):
+        for layer in part.pop("per_layer_config", {}).values():
+            part["global_head_dim"] = layer["head_dim"]
+            part["num_global_key_value_heads"] = layer.get("num_key_value_heads")
+        if not part.get("attention_k_eq_v") and "global_head_dim" in part:
+            # which Megatron-Bridge needs to be a number if layers share keys
+            part["num_global_key_value_heads"] = part["num_key_value_heads"]
+    config.get("vision_config", {}).get("rope_parameters", {}).update(rope_type="default")
+
+
 def nemotron_h(config: Config, tensors: Tensors) -> None:
     """The Hub's pattern of layers, and the names in its code; router biases are in float32."""
     config["hybrid_override_pattern"] = "ME*-ME"

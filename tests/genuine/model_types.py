@@ -42,6 +42,12 @@ from tests.genuine.tiny_configs import (
     GEMMA,
     GEMMA3,
     GEMMA3_VISION,
+    GEMMA4,
+    GEMMA4_AUDIO,
+    GEMMA4_MOE,
+    GEMMA4_SHARING,
+    GEMMA4_TOKENS,
+    GEMMA4_VISION,
     GLM_TEXT,
     GLM_VISION,
     KIMI,
@@ -60,6 +66,7 @@ from tests.genuine.tiny_configs import (
 
 LAYOUTS = ((1, 1, 1), (2, 2, 1))
 MOE_LAYOUTS = ((1, 1, 1), (2, 2, 2))
+TENSOR_RANKS = ((1, 1, 1), (2, 1, 1))
 STAGES = ((1, 1, 1), (1, 2, 1))
 """mcore-bridge 1.6.5 cannot save GLM-4 over several tensor parallel ranks with megatron-core 0.16.1."""
 
@@ -219,6 +226,23 @@ TYPES: dict[str, Tiny] = {
         "Gemma3ForConditionalGeneration",
         {"text_config": GEMMA3, "vision_config": GEMMA3_VISION, "mm_tokens_per_image": 4},
         hub=hub_names.gemma3,
+    ),
+    "gemma4_text": Tiny("Gemma4ForCausalLM", GEMMA4, hub=hub_names.gemma4),
+    "gemma4_moe": Tiny("Gemma4ForCausalLM", GEMMA4_MOE, hub=hub_names.gemma4),
+    "gemma4": Tiny(
+        "Gemma4ForConditionalGeneration",
+        {
+            "text_config": GEMMA4_SHARING,
+            "vision_config": GEMMA4_VISION,
+            "audio_config": GEMMA4_AUDIO,
+            **GEMMA4_TOKENS,
+        },
+        hub=hub_names.gemma4,
+    ),
+    "gemma4_sees_moe": Tiny(
+        "Gemma4ForConditionalGeneration",
+        {"text_config": GEMMA4_MOE, "vision_config": GEMMA4_VISION, **GEMMA4_TOKENS},
+        hub=hub_names.gemma4,
     ),
     "olmoe": Tiny(
         "OlmoeForCausalLM",

@@ -119,6 +119,61 @@ GEMMA3 = {
     "sliding_window": 8,
     "rope_parameters": GEMMA3_ROPE,
 }
+GEMMA4 = {
+    **GEMMA,
+    "vocab_size": 384,  # Megatron-Bridge pads it to a multiple of 128, in its model of this family
+    "vocab_size_per_layer_input": 384,
+    "hidden_size_per_layer_input": 8,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 4,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 500000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
+GEMMA4_SHARING = {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+GEMMA4_MOE = {
+    **GEMMA4,
+    "hidden_size_per_layer_input": 0,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
+GEMMA4_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+    "pooling_kernel_size": 2,
+}
+GEMMA4_AUDIO = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "output_proj_dims": 24,
+    "subsampling_conv_channels": [8, 4],
+    "conv_kernel_size": 3,
+}
+GEMMA4_TOKENS = {
+    **{"image_token_id": 280, "video_token_id": 281, "audio_token_id": 282},
+    **{"boi_token_id": 276, "eoi_token_id": 277, "boa_token_id": 278, "eoa_token_id": 279},
+}
 GEMMA3_VISION = {
     "hidden_size": 16,
     "intermediate_size": 24,

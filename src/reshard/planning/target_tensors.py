@@ -13,6 +13,7 @@ from reshard.algebra.tensors import Computed, Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.families import live_names
 from reshard.families.binding import BoundTensor, DroppedElements
+from reshard.families.rules import NEVER_READ
 from reshard.families.transformers_5 import MemoryNames
 from reshard.formats.contract import (
     HUB,
@@ -197,6 +198,7 @@ def names_of(format: str, request: Request, logical: LogicalTensors, naming: Nam
     if rules is not None:
         return TargetNames(live=MemoryNames(None, config=request.config, table=rules), left=left)
     binding = request.declared.binding(request.dialect)
+    left |= {name: NEVER_READ for name in binding.unread.keys() & logical.tensors.keys()}
     problems = [
         Problem(
             "tensor-has-no-place",

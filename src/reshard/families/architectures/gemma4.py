@@ -190,14 +190,6 @@ class GlobalHeads(ConfigEntry):
             yield "use_bidirectional_attention", "all tokens attend to all; Megatron-Bridge's mask is causal"
 
 
-class Sharing(Key):
-    """`num_kv_shared_layers`: the last layers take keys and values of earlier ones."""
-
-    def notices(self, config: Config) -> Iterator[str]:
-        if count := config.get(self.key):
-            yield f"keys and values of the last {count} layers, which no engine reads, are left out"
-
-
 class ExpertBlock(ConfigEntry):
     """`enable_moe_block`: experts beside the MLP, which is Megatron-Bridge's shared expert."""
 
@@ -245,7 +237,7 @@ GEMMA4_TEXT = Family(
         Const(args={"softmax_scale": 1.0, "moe_router_pre_softmax": True}),
         ExpertBlock(),
         same_key("attention_k_eq_v", default=False),
-        Sharing("num_kv_shared_layers", "num_kv_shared_layers", default=0),
+        same_key("num_kv_shared_layers", default=0),
         same_key("use_double_wide_mlp", default=False),
         Key("hidden_size_per_layer_input", "per_layer_embed_dim", default=256, assumed=0),
         Key("vocab_size_per_layer_input", "per_layer_embed_vocab_size", default=262144),
