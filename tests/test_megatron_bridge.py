@@ -37,6 +37,8 @@ NEWER = {
     **dict.fromkeys(("hy_v3", "bailing_moe", "glm4_moe_lite"), MOE_LAYOUTS),
     **dict.fromkeys(("glm_moe_dsa", "qwen3_5_moe"), MOE_LAYOUTS),
     "minimax_m2": STAGES,
+    "minimax_m3_vl": MOE_LAYOUTS,
+    **dict.fromkeys(("exaone4", "ministral3"), LAYOUTS),
     **dict.fromkeys(("gemma4_text", "gemma4"), TENSOR_RANKS),  # whose dense model has no pipeline stages
     **dict.fromkeys(("gemma4_moe", "gemma4_sees_moe"), MOE_LAYOUTS),
 }

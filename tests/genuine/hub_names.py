@@ -272,6 +272,22 @@ def gemma4(config: Config, tensors: Tensors) -> None:
     config.get("vision_config", {}).get("rope_parameters", {}).update(rope_type="default")
 
 
+def minimax_m3(config: Config, tensors: Tensors) -> None:
+    """The config as published, and what is published in float32: routers and the embedding of patches."""
+    text = config["text_config"]
+    sparse = [int(kind == "minimax_m3_sparse") for kind in text.pop("layer_types")]
+    names = {"sparse_num_index_heads": "index_n_heads", "sparse_index_dim": "index_head_dim"}
+    names |= {"sparse_block_size": "index_block_size", "sparse_topk_blocks": "index_topk_blocks"}
+    published = {name: text.pop(key) for name, key in names.items()}
+    text["sparse_attention_config"] = {**published, "sparse_attention_freq": sparse}
+    text["moe_layer_freq"] = [int(kind == "sparse") for kind in text.pop("mlp_layer_types")]
+    text |= {"hidden_act": "swigluoai", "use_gemma_norm": True, "use_qk_norm": True, "n_shared_experts": 1}
+    config["vision_config"]["rope_parameters"]["rope_type"] = "default"
+    for name, tensor in tensors.items():
+        if name.endswith("block_sparse_moe.gate.weight") or "patch_embedding" in name:
+            tensors[name] = tensor.float()
+
+
 def nemotron_h(config: Config, tensors: Tensors) -> None:
     """The Hub's pattern of layers, and the names in its code; router biases are in float32."""
     config["hybrid_override_pattern"] = "ME*-ME"

@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tests.genuine.huggingface import (
     COMMON,
     EXPERTS,
     INTERNLM3,
+    LLAMA3_ROPE,
     PLAIN_ROPE,
     WIDE_HEADS,
     YARN,
@@ -53,6 +54,8 @@ from tests.genuine.tiny_configs import (
     KIMI,
     LATENT,
     MINIMAX_M2,
+    MINIMAX_M3_TEXT,
+    MINIMAX_M3_VISION,
     MROPE,
     PARTIAL_ROPE,
     PLAIN_GLM,
@@ -244,6 +247,27 @@ TYPES: dict[str, Tiny] = {
         {"text_config": GEMMA4_MOE, "vision_config": GEMMA4_VISION, **GEMMA4_TOKENS},
         hub=hub_names.gemma4,
     ),
+    "minimax_m3_vl": Tiny(
+        "MiniMaxM3SparseForConditionalGeneration",
+        {
+            "text_config": MINIMAX_M3_TEXT,
+            "vision_config": MINIMAX_M3_VISION,
+            "projector_hidden_size": 24,
+            "image_token_index": 280,
+            "video_token_index": 281,
+        },
+        hub=hub_names.minimax_m3,
+    ),
+    "exaone4": Tiny(
+        "Exaone4ForCausalLM",
+        {
+            **GEMMA,
+            "rope_parameters": {**LLAMA3_ROPE, "factor": 16.0},
+            "max_position_embeddings": 65536,
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 4,
+        },
+    ),
     "olmoe": Tiny(
         "OlmoeForCausalLM",
         {
@@ -330,6 +354,15 @@ TYPES: dict[str, Tiny] = {
         "NemotronForCausalLM", {**EVEN, "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}}
     ),
 }
+
+_MISTRAL3 = TYPES["mistral3"]
+TYPES["ministral3"] = replace(  # the model type of its language model that is published
+    _MISTRAL3,
+    settings={
+        **_MISTRAL3.settings,
+        "text_config": {**_MISTRAL3.settings["text_config"], "model_type": "ministral3"},
+    },
+)
 
 # What tests/data/peers/bridge/gemma3 was made of, by `make_megatron_bridge save BASE OUT 1 2 1`.
 SMALL_GEMMA3 = {

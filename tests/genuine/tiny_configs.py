@@ -119,6 +119,29 @@ GEMMA3 = {
     "sliding_window": 8,
     "rope_parameters": GEMMA3_ROPE,
 }
+MINIMAX_M3_TEXT = {
+    **EVEN,
+    **WIDE_HEADS,
+    "intermediate_size": 24,
+    "dense_intermediate_size": 96,
+    "shared_intermediate_size": 40,
+    "rotary_dim": 8,
+    "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5},
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+}
+MINIMAX_M3_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
 GEMMA4 = {
     **GEMMA,
     "vocab_size": 384,  # Megatron-Bridge pads it to a multiple of 128, in its model of this family

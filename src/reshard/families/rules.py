@@ -227,11 +227,13 @@ class Dims:
             qk_nope=latent("qk_head_dim"),
             qk_rope=latent("qk_pos_emb_head_dim"),
             v_head=latent("v_head_dim"),
-            index_heads=get("dsa_indexer_n_heads"),
-            index_dim=get("dsa_indexer_head_dim"),
+            index_heads=get("index_n_heads", get("dsa_indexer_n_heads")),
+            index_dim=get("index_head_dim", get("dsa_indexer_head_dim")),
             indexed=indexed_layers(
                 get("dsa_indexer_topk_freq", 1), get("dsa_indexer_skip_topk_offset"), layers
-            ),
+            )
+            if args.get("lightning_indexer_layers") is None
+            else tuple(args["lightning_indexer_layers"]),
             pattern=tuple(map(ord, layer_pattern(args).replace("|", ""))),
             mamba=tuple(
                 get(f"mamba_{size}") for size in ("num_heads", "head_dim", "num_groups", "state_dim")
