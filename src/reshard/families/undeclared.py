@@ -1,8 +1,7 @@
 """Models of the Hub that are not declared, and why.
 
 Formats that keep the Hub's names need no declaration of them. The first table says what is
-beyond megatron-core 0.16.1, and beyond the modules of mcore-bridge 1.6.5 and Megatron-Bridge 0.3.1 that can be built
-with it. Sources: `model/` of mcore-bridge, `models/` of Megatron-Bridge.
+beyond megatron-core 0.16.1, and beyond the modules of mcore-bridge 1.6.5 and Megatron-Bridge 0.6.2 that are declared. Sources: `model/` of mcore-bridge, `models/` of Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ BEYOND_MEGATRON: dict[str, str] = {
     "bailing_hybrid": "linear attention with per-head decay; mcore-bridge's module for it needs a GPU",
     "deepseek_v4": "compressed attention and hyper-connections, which megatron-core supports after 0.16.1",
     "deepseek_v41": "compressed attention and hyper-connections, which megatron-core supports after 0.16.1",
-    "gemma4_unified": "layers that share keys and values, and per-layer embeddings; not declared for mcore-bridge",
+    "exaone4_5": "EXAONE 4 behind a vision tower; not declared for Megatron-Bridge",
+    "exaone_moe": "experts behind EXAONE 4's windows; not declared for Megatron-Bridge",
+    "gemma4_unified": "Gemma 4 with another tower, which Megatron-Bridge lacks; not declared for mcore-bridge",
     "glm5_next": "hybrid layers, which megatron-core supports after 0.16.1, and a patch of mcore-bridge",
     "nemotron-nas": "layers of different sizes, some without attention or MLP; not declared for Megatron-Bridge",
     "olmo2": "post-norm instead of pre-norm",

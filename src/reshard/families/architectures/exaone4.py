@@ -30,9 +30,11 @@ class WithoutWindows(ConfigEntry):
 
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         if window := config.get("sliding_window", 4096):
-            yield "sliding_window", f"layers attend to {window} tokens; Megatron-Bridge's attend to all"
+            key = "sliding_window_pattern"
+            yield key, f"sliding_window is {window}; Megatron-Bridge's layers attend to all tokens, and rotate them"
         if not config.get("tie_word_embeddings"):
-            yield "tie_word_embeddings", "a head of its own; Megatron-Bridge's is the embedding"
+            key = "tie_word_embeddings"
+            yield key, f"{key} is false; Megatron-Bridge loads no other head than the embedding"
 
 
 EXAONE4 = Family(

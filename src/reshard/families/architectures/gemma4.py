@@ -157,21 +157,25 @@ class Windows(LayerTypes):
         every = kinds.index(True) + 1 if True in kinds else len(kinds) + 1
         regular = [(layer + 1) % every == 0 for layer in range(len(kinds))]
         if config.get("enable_moe_block") and kinds != regular:
-            yield "layer_types", "beside experts, Megatron-Bridge builds every N-th layer without a window"
+            # not layer_types, which only tell what is computed in most families
+            yield "enable_moe_block", "layer_types differ from Megatron-Bridge's: every N-th layer is without a window"
 
 
 class GlobalHeads(ConfigEntry):
     """The heads of layers without a window, which transformers since 5.20 saves as `per_layer_config`."""
 
     def to_args(self, config: Config) -> Values:
-        saved = next(iter((config.get("per_layer_config") or {}).values()), {})
-        size = first(config, ("global_head_dim",), saved.get("head_dim", 512)) or config.get("head_dim")
-        groups = first(config, ("num_global_key_value_heads",), saved.get("num_key_value_heads"))
+        size, groups = self._stated(config)
         own = groups if config.get("attention_k_eq_v") else None
         return {
-            "global_kv_channels": size,
+            "global_kv_channels": size or config.get("head_dim"),
             "num_global_query_groups": own or config.get("num_key_value_heads"),
         }
+
+    def _stated(self, config: Config) -> tuple[int, int | None]:
+        saved = next(iter((config.get("per_layer_config") or {}).values()), {})
+        groups = first(config, ("num_global_key_value_heads",), saved.get("num_key_value_heads"))
+        return first(config, ("global_head_dim",), saved.get("head_dim", 512)), groups
 
     def to_config(self, args: Args) -> Values:
         size = first(args, ("global_kv_channels", "global_head_dim"), 512)
@@ -184,10 +188,18 @@ class GlobalHeads(ConfigEntry):
 
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         other = {key for each in (config.get("per_layer_config") or {}).values() for key in each}
-        if other - {"head_dim", "num_key_value_heads"}:
-            yield "per_layer_config", f"layers differ in {', '.join(sorted(other))}; Megatron-Bridge's do in heads"
+        if other := other - {"head_dim", "num_key_value_heads"}:
+            key = "per_layer_config"
+            yield key, f"{key} has {', '.join(sorted(other))}; Megatron-Bridge's layers differ in heads only"
         if config.get("use_bidirectional_attention") == "all":
-            yield "use_bidirectional_attention", "all tokens attend to all; Megatron-Bridge's mask is causal"
+            key = "use_bidirectional_attention"
+            yield key, f"{key} is 'all'; Megatron-Bridge's mask is causal"
+        key, (_, groups) = "num_global_key_value_heads", self._stated(config)
+        if config.get("attention_k_eq_v"):
+            if groups is None and config.get("enable_moe_block"):
+                yield key, f"{key} is not set, without which Megatron-Bridge's values are no keys"
+        elif groups not in (None, config.get("num_key_value_heads")):
+            yield key, f"{key} is {groups}, which counts only with attention_k_eq_v; Megatron-Bridge builds as many"
 
 
 class ExpertBlock(ConfigEntry):
