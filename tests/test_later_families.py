@@ -57,7 +57,9 @@ def test_what_no_layer_reads_is_kept_where_it_has_a_place(sharing: Path, tmp_pat
     reshard.convert(sharing, tmp_path / "anew", to="huggingface")
     assert_same_tensors(tensors_of(tmp_path / "anew"), hub)
     result = reshard.convert(sharing, there, to="megatron", engine="megatron-bridge")
-    unread = {name for name in hub if name.startswith(("model.layers.4.self_attn.", "model.layers.5.self_attn."))}
+    unread = {
+        name for name in hub if name.startswith(("model.layers.4.self_attn.", "model.layers.5.self_attn."))
+    }
     unread = {name for name in unread if ".k_" in name or ".v_" in name}
     assert result.plan.dropped[NEVER_READ] == sum(hub[name].nbytes for name in unread)
     reshard.convert(there, tmp_path / "back", base=sharing)
@@ -77,7 +79,9 @@ def test_keys_stack_the_layers_with_a_window_and_those_without(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("name", "key", "value"), REFUSED)
-def test_what_megatron_bridge_does_not_compute_is_refused(name: str, key: str, value: Any, tmp_path: Path) -> None:
+def test_what_megatron_bridge_does_not_compute_is_refused(
+    name: str, key: str, value: Any, tmp_path: Path
+) -> None:
     built = {key: value} if key in MADE else {}
     base = make_model_type(name, tmp_path / "base", **built)
     edit_config(base, {key: value})

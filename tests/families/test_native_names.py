@@ -131,7 +131,10 @@ def test_all_linears_that_are_cut_save_an_extra_state() -> None:
     """Tables of tokens, convolutions, and those that Megatron-Core saves in parts have no such state, or another."""
     cut = {name.removesuffix(".weight").rpartition(".")[2] for name in NAMES if split_of(name)}
     cut = {each for each in cut if f"{each}.weight" in SPLITS}
-    assert cut - {"word_embeddings", "per_layer_embedding", "output_layer", "conv1d"} - set(PARALLEL_LINEARS) == set()
+    assert (
+        cut - {"word_embeddings", "per_layer_embedding", "output_layer", "conv1d"} - set(PARALLEL_LINEARS)
+        == set()
+    )
 
 
 @pytest.mark.parametrize("transformer_engine", [True, False])

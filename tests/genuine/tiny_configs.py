@@ -194,8 +194,13 @@ GEMMA4_AUDIO = {
     "conv_kernel_size": 3,
 }
 GEMMA4_TOKENS = {
-    **{"image_token_id": 280, "video_token_id": 281, "audio_token_id": 282},
-    **{"boi_token_id": 276, "eoi_token_id": 277, "boa_token_id": 278, "eoa_token_id": 279},
+    "image_token_id": 280,
+    "video_token_id": 281,
+    "audio_token_id": 282,
+    "boi_token_id": 276,
+    "eoi_token_id": 277,
+    "boa_token_id": 278,
+    "eoa_token_id": 279,
 }
 GEMMA3_VISION = {
     "hidden_size": 16,

@@ -198,7 +198,7 @@ def names_of(format: str, request: Request, logical: LogicalTensors, naming: Nam
     if rules is not None:
         return TargetNames(live=MemoryNames(None, config=request.config, table=rules), left=left)
     binding = request.declared.binding(request.dialect)
-    left |= {name: NEVER_READ for name in binding.unread.keys() & logical.tensors.keys()}
+    left |= dict.fromkeys(binding.unread.keys() & logical.tensors.keys(), NEVER_READ)
     problems = [
         Problem(
             "tensor-has-no-place",

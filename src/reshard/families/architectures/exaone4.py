@@ -31,7 +31,10 @@ class WithoutWindows(ConfigEntry):
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         if window := config.get("sliding_window", 4096):
             key = "sliding_window_pattern"
-            yield key, f"sliding_window is {window}; Megatron-Bridge's layers attend to all tokens, and rotate them"
+            yield (
+                key,
+                f"sliding_window is {window}; Megatron-Bridge's layers attend to all tokens, and rotate them",
+            )
         if not config.get("tie_word_embeddings"):
             key = "tie_word_embeddings"
             yield key, f"{key} is false; Megatron-Bridge loads no other head than the embedding"

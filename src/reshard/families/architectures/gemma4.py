@@ -57,7 +57,9 @@ def rules(dims: Dims) -> Iterator[Rule]:
             "model.per_layer_model_projection.weight", "per_layer_model_proj.weight", width, dims.hidden
         )
         yield same("model.per_layer_projection_norm.weight", "per_layer_proj_norm.weight", dims.layer_dim)
-    kinds = {layer: (layer in dims.windowed, layer >= dims.layers - dims.sharing) for layer in range(dims.layers)}
+    kinds = {
+        layer: (layer in dims.windowed, layer >= dims.layers - dims.sharing) for layer in range(dims.layers)
+    }
     for windowed, shared in dict.fromkeys(kinds.values()):
         layers = [layer for layer, kind in kinds.items() if kind == (windowed, shared)]
         block = [*_attention(dims, windowed, shared), *_channels(dims, shared)]
@@ -68,10 +70,11 @@ def rules(dims: Dims) -> Iterator[Rule]:
 
 def _attention(dims: Dims, windowed: bool, shared: bool) -> Iterator[Rule]:
     """Without a window, values may be keys. Where Megatron-Bridge never reads keys or values, the Hub may lack them."""
-    heads = {} if windowed else {"head_dim": dims.global_head_dim, "groups": dims.global_groups}
+    if not windowed:
+        dims = replace(dims, head_dim=dims.global_head_dim, groups=dims.global_groups)
     unread = ["v_proj"] if dims.keys_are_values and not windowed else []
     unread = ["k_proj", "v_proj", "k_norm"] if shared else unread
-    for rule in attention(replace(dims, qk_norm=True, **heads)):
+    for rule in attention(replace(dims, qk_norm=True)):
         is_read = not any(f".{name}." in rule.hf for name in unread)
         yield rule if is_read else replace(rule, reason=NEVER_READ)
 
@@ -141,7 +144,10 @@ class Ropes(RotaryEmbedding):
         for layers, only in ((LOCAL, "default"), (GLOBAL, "proportional")):
             kind = rope.get(layers, {}).get("rope_type", only)
             if kind != only:
-                yield "rope_parameters", f"rope_type of {layers} is {kind!r}; Megatron-Bridge computes {only!r}"
+                yield (
+                    "rope_parameters",
+                    f"rope_type of {layers} is {kind!r}; Megatron-Bridge computes {only!r}",
+                )
 
 
 class Windows(LayerTypes):
@@ -158,7 +164,10 @@ class Windows(LayerTypes):
         regular = [(layer + 1) % every == 0 for layer in range(len(kinds))]
         if config.get("enable_moe_block") and kinds != regular:
             # not layer_types, which only tell what is computed in most families
-            yield "enable_moe_block", "layer_types differ from Megatron-Bridge's: every N-th layer is without a window"
+            yield (
+                "enable_moe_block",
+                "layer_types differ from Megatron-Bridge's: every N-th layer is without a window",
+            )
 
 
 class GlobalHeads(ConfigEntry):
@@ -173,7 +182,7 @@ class GlobalHeads(ConfigEntry):
         }
 
     def _stated(self, config: Config) -> tuple[int, int | None]:
-        saved = next(iter((config.get("per_layer_config") or {}).values()), {})
+        saved: Config = next(iter((config.get("per_layer_config") or {}).values()), {})
         groups = first(config, ("num_global_key_value_heads",), saved.get("num_key_value_heads"))
         return first(config, ("global_head_dim",), saved.get("head_dim", 512)), groups
 
@@ -199,7 +208,10 @@ class GlobalHeads(ConfigEntry):
             if groups is None and config.get("enable_moe_block"):
                 yield key, f"{key} is not set, without which Megatron-Bridge's values are no keys"
         elif groups not in (None, config.get("num_key_value_heads")):
-            yield key, f"{key} is {groups}, which counts only with attention_k_eq_v; Megatron-Bridge builds as many"
+            yield (
+                key,
+                f"{key} is {groups}, which counts only with attention_k_eq_v; Megatron-Bridge builds as many",
+            )
 
 
 class ExpertBlock(ConfigEntry):

@@ -56,7 +56,9 @@ def rules(dims: Dims) -> Iterator[Rule]:
         *(same(f"{each}_norm.weight", f"{each}_norm.weight", dims.index_dim) for each in "qk"),
     ]
     if dims.indexed:
-        indexers = under("model.layers.{layer}.self_attn", "lightning_indexers.{layer}", indexer, dims.indexed)
+        indexers = under(
+            "model.layers.{layer}.self_attn", "lightning_indexers.{layer}", indexer, dims.indexed
+        )
         yield from renamed(indexers, {"self_attn.": "self_attn.index_"})
 
 
@@ -64,9 +66,16 @@ class SparseLayers(ConfigEntry):
     """Layers with experts and layers with an indexer, listed by words, or as published by 0 and 1."""
 
     def to_args(self, config: Config) -> Values:
-        layers, sparse = range(config.get("num_hidden_layers", 0)), config.get("sparse_attention_config") or {}
+        layers, sparse = (
+            range(config.get("num_hidden_layers", 0)),
+            config.get("sparse_attention_config") or {},
+        )
         experts, indexed = config.get("mlp_layer_types"), config.get("layer_types")
-        own = [kind == "sparse" for kind in experts] if experts else config.get("moe_layer_freq") or [1 for _ in layers]
+        own = (
+            [kind == "sparse" for kind in experts]
+            if experts
+            else config.get("moe_layer_freq") or [1 for _ in layers]
+        )
         chosen = sparse.get("sparse_attention_freq") or ()
         chosen = [kind == "minimax_m3_sparse" for kind in indexed] if indexed else chosen
         return {

@@ -68,7 +68,10 @@ WHOLE = {
     *(f"post_{each}.weight" for each in ("moe_layernorm", "shared_expert_layernorm", "ffn_layernorm")),
     *("linear_qkv.layer_norm_weight", "pre_shared_expert_layernorm.weight", "layer_scalar"),
     *("router.scale", "router.per_expert_scale", "per_layer_input_gate.weight"),
-    *(f"{each}.weight" for each in ("per_layer_projection", "per_layer_proj_norm", "post_per_layer_input_norm")),
+    *(
+        f"{each}.weight"
+        for each in ("per_layer_projection", "per_layer_proj_norm", "post_per_layer_input_norm")
+    ),
     *("q_norm.weight", "out_norm.weight", "enorm.weight", "hnorm.weight"),
     *("linear_proj.bias", "linear_fc2.bias", "router.weight", "router.bias", "router.expert_bias"),
     *("shared_experts.gate_weight", "linear_q_down_proj.weight", "linear_kv_down_proj.weight"),
@@ -207,7 +210,6 @@ class MegatronPosition(NamedTuple):
     """"decoder" or "mtp"; empty outside of layers."""
     layer: int | None = None
     expert: int | None = None
-
 
     @property
     def part(self) -> str:
