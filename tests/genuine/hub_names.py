@@ -261,7 +261,7 @@ def gemma3(config: Config, tensors: Tensors) -> None:
 
 
 def gemma4(config: Config, tensors: Tensors) -> None:
-    """Heads of layers without a window in keys of their own, as before transformers 5.20, and a vision rope's old name."""
+    """Heads of layers without a window in keys of their own, as published, and the old name of a rope."""
     for part in (config, config.get("text_config", {})):
         for layer in part.pop("per_layer_config", {}).values():
             part["global_head_dim"] = layer["head_dim"]

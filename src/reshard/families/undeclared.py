@@ -1,7 +1,8 @@
 """Models of the Hub that are not declared, and why.
 
 Formats that keep the Hub's names need no declaration of them. The first table says what is
-beyond megatron-core 0.16.1, and beyond the modules of mcore-bridge 1.6.5 and Megatron-Bridge 0.6.2 that are declared. Sources: `model/` of mcore-bridge, `models/` of Megatron-Bridge.
+beyond megatron-core 0.16.1, and which modules of mcore-bridge 1.6.5 and Megatron-Bridge 0.6.2 are not declared.
+Sources: `model/` of mcore-bridge, `models/` of Megatron-Bridge.
 """
 
 from __future__ import annotations

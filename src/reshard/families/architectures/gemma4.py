@@ -171,7 +171,7 @@ class Windows(LayerTypes):
 
 
 class GlobalHeads(ConfigEntry):
-    """The heads of layers without a window, which transformers since 5.20 saves as `per_layer_config`."""
+    """The heads of layers without a window, which later releases of transformers save as `per_layer_config`."""
 
     def to_args(self, config: Config) -> Values:
         size, groups = self._stated(config)
