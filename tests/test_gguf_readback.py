@@ -15,6 +15,7 @@ from reshard.base.errors import ReshardError
 from reshard.formats.gguf.config_of_metadata import config_of
 from reshard.formats.gguf.value_types import Value, ValueType
 from tests.genuine.huggingface import COMMON, _random_model, make_model
+from tests.genuine.model_types import make_model_type
 from tests.genuine.tiny_configs import GEMMA
 
 # What llama.cpp computes in one way, these tiny models compute in the same way.
@@ -22,6 +23,12 @@ FIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "gpt_oss": {"swiglu_limit": 7.0},
     "deepseek_v3": {"n_group": 2},
+    "qwen2_moe": {"norm_topk_prob": False},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
+}
+OF_TYPES: dict[str, dict[str, Any]] = {
+    "olmoe": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    "minimax_m2": {},
 }
 TWO_ROPES = {
     "rope_parameters": {
@@ -49,7 +56,13 @@ def assert_returns(source: Path, where: Path, dtype: str = "float32") -> None:
     assert torch.equal(logits(back), logits(source))
 
 
-@pytest.mark.core("qwen3_tied", "gpt_oss", "deepseek_v3")
+@pytest.mark.parametrize("name", OF_TYPES)
+def test_a_later_model_returns_without_its_base(name: str, tmp_path: Path) -> None:
+    source = make_model_type(name, tmp_path / "source", **OF_TYPES[name])
+    assert_returns(source, tmp_path, "bfloat16")
+
+
+@pytest.mark.core("qwen3_tied", "gpt_oss", "deepseek_v3", "qwen2_moe")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_returns_without_its_base(name: str, tmp_path: Path) -> None:
     source = make_model(name, tmp_path / "source", tokenizer=False, **FIXED.get(name, {}))

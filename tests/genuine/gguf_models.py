@@ -157,23 +157,24 @@ GEMMA = Pieces(
         **GEMMA_PIECES,
     },
 )
+LLAMA_BPE = Bpe(
+    (_words(r"\p{N}{1,3}"),),
+    ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"),
+    begins=True,
+    ignore_merges=True,
+    settings={
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|eot_id|>",
+        "chat_template": TEMPLATE,
+        "clean_up_tokenization_spaces": True,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    },
+)
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "llama",
         {"head_dim": 16, "rope_scaling": {**LLAMA3_ROPE, "original_max_position_embeddings": 64}},
-        Bpe(
-            (_words(r"\p{N}{1,3}"),),
-            ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"),
-            begins=True,
-            ignore_merges=True,
-            settings={
-                "bos_token": "<|begin_of_text|>",
-                "eos_token": "<|eot_id|>",
-                "chat_template": TEMPLATE,
-                "clean_up_tokenization_spaces": True,
-                "tokenizer_class": "PreTrainedTokenizerFast",
-            },
-        ),
+        LLAMA_BPE,
         pre="llama-bpe",
         generation={"do_sample": True, "temperature": 0.6, "top_p": 0.9},
         card="""---
@@ -234,6 +235,42 @@ datasets: HuggingFaceH4/ultrachat_200k
     ),
     "qwen3_moe": Family(
         "qwen3_moe", {"head_dim": 32, **EXPERTS, "num_experts": 4, "norm_topk_prob": True}, QWEN, pre="qwen2"
+    ),
+    "qwen2_moe": Family(
+        "qwen2_moe",
+        {
+            **EXPERTS,
+            "num_experts": 4,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 48,
+            "use_sliding_window": False,
+        },
+        QWEN,
+        pre="qwen2",
+    ),
+    "olmoe": Family(
+        "olmoe",
+        {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+        replace(QWEN, settings={**QWEN.settings, "tokenizer_class": "GPTNeoXTokenizer"}),
+        pre="qwen2",
+    ),
+    "smollm3": Family(
+        "smollm3",
+        {"num_hidden_layers": 4, "tie_word_embeddings": True, "use_sliding_window": False},
+        LLAMA_BPE,
+        pre="llama-bpe",
+    ),
+    "minimax_m2": Family(
+        "minimax_m2",
+        {
+            "head_dim": 32,
+            "rotary_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "scoring_func": "sigmoid",
+        },
+        replace(QWEN, settings={**QWEN.settings, "tokenizer_class": "GPT2Tokenizer"}),
+        pre="qwen2",
     ),
     "gemma3": Family(
         "gemma3_text",

@@ -8,6 +8,7 @@ from functools import partial
 
 from reshard.families.config_entries import Args, Config, Const, Key, SigmoidNorm, Values
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, QK_NORM
+from reshard.families.dialects import gguf
 from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import PARTIAL_ROTARY_KEY, Rope, rope_parameters
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms, renamed
@@ -66,7 +67,7 @@ MINIMAX_M2 = Family(
         SigmoidNorm(),
     ),
     live=BLOCK_SPARSE_NAMES,
-    dialects={MEGATRON_BRIDGE: partial(rules, norms_of_all_heads="layernorm")},
+    dialects={**gguf.MINIMAX, MEGATRON_BRIDGE: partial(rules, norms_of_all_heads="layernorm")},
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

@@ -8,6 +8,7 @@ from functools import partial
 
 from reshard.families.config_entries import Const, Key
 from reshard.families.config_map import DERIVED_HEADS, EXPERTS_EVERYWHERE, NO_BIAS, NORM_TOPK, QK_NORM
+from reshard.families.dialects import gguf
 from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms, same
@@ -39,7 +40,7 @@ OLMOE = Family(
         Key("num_experts_per_tok", "moe_router_topk", default=8),
         NORM_TOPK,
     ),
-    dialects={MEGATRON_BRIDGE: partial(rules, module="layernorm")},
+    dialects={**gguf.OLMOE, MEGATRON_BRIDGE: partial(rules, module="layernorm")},
     live=MemoryNames(),
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),

@@ -44,7 +44,7 @@ QWEN2_MOE = Family(
         *QWEN_EXPERTS,
         Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     ),
-    dialects=nanotron.DIALECTS,
+    dialects={**gguf.QWEN2_MOE, **nanotron.DIALECTS},
     live=MemoryNames(),
     precedence=1,
     judged=(MCORE, MCORE_BRIDGE),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from reshard.families.architectures.llama import dense
 from reshard.families.config_entries import Biases, FullAttention
 from reshard.families.config_map import DERIVED_HEADS, NO_QK_NORM, TIED
-from reshard.families.dialects import nanotron
+from reshard.families.dialects import gguf, nanotron
 from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope, RopeLayers
 
@@ -22,6 +22,6 @@ SMOLLM3 = Family(
         Biases("attention_bias", "mlp_bias"),
         NO_QK_NORM,
     ),
-    dialects=nanotron.DIALECTS,
+    dialects={**gguf.LLAMA, **nanotron.DIALECTS},
     judged=(MCORE,),
 )

@@ -26,6 +26,7 @@ from reshard.families.rules import (
     layer_rules,
     native,
     outer_rules,
+    renamed,
     same,
 )
 
@@ -49,6 +50,26 @@ def qwen(dims: Dims) -> Iterator[Rule]:
     """Qwen2 and Qwen3, dense or with experts."""
     block = [*_norms(dims), *_attention(dims)]
     yield from _model(dims, [*block, *_mlp(dims)], [*block, *_experts(dims)])
+
+
+def qwen2_moe(dims: Dims) -> Iterator[Rule]:
+    """Qwen2-MoE, whose shared expert has a gate."""
+    gate = native("ffn_gate_inp_shexp.weight", dims.hidden).reshape(1, dims.hidden)
+    experts = [*_experts(dims, shared="shared_expert"), Rule("mlp.shared_expert_gate.weight", gate)]
+    yield from _model(dims, [], [*_norms(dims), *_attention(dims), *experts])
+
+
+def olmoe(dims: Dims) -> Iterator[Rule]:
+    """OLMoE, which normalizes the queries and keys of all heads at once."""
+    yield from _model(dims, [], [*_norms(dims), *_attention_of_all_heads(dims), *_experts(dims)])
+
+
+def minimax(dims: Dims) -> Iterator[Rule]:
+    """MiniMax-M2: the same with Mixtral's names, and a biased router."""
+    experts = _experts(dims, "block_sparse_moe", ("w1", "w3", "w2"))
+    block = [*_norms(dims), *_attention_of_all_heads(dims), *experts]
+    names = {"gate.e_score_correction_bias": "e_score_correction_bias"}
+    yield from renamed(_model(dims, [], block), names)
 
 
 def gemma(dims: Dims) -> Iterator[Rule]:
@@ -92,8 +113,9 @@ def deepseek(dims: Dims) -> Iterator[Rule]:
     yield from _model(dims, [*block, *_mlp(dims)], [*block, *_experts(dims)])
 
 
-LLAMA, MIXTRAL, QWEN, GEMMA, SANDWICH, GPT_OSS, DEEPSEEK = (
-    {GGUF.name: rules} for rules in (llama, mixtral, qwen, gemma, sandwich, gpt_oss, deepseek)
+LLAMA, MIXTRAL, QWEN, QWEN2_MOE, OLMOE, MINIMAX, GEMMA, SANDWICH, GPT_OSS, DEEPSEEK = (
+    {GGUF.name: rules}
+    for rules in (llama, mixtral, qwen, qwen2_moe, olmoe, minimax, gemma, sandwich, gpt_oss, deepseek)
 )
 """What families list in their `dialects`."""
 
@@ -125,6 +147,16 @@ def _attention(dims: Dims, *, interleaved: bool = False) -> Block:
             same(f"self_attn.{each}_norm.weight", f"attn_{each}_norm.weight", dims.head_dim) for each in "qk"
         ]
     return rules
+
+
+def _attention_of_all_heads(dims: Dims) -> Block:
+    """Attention whose norms of queries and keys are over all heads."""
+    heads = {"q": dims.heads, "k": dims.groups}
+    norms = (
+        same(f"self_attn.{each}_norm.weight", f"attn_{each}_norm.weight", number * dims.head_dim)
+        for each, number in heads.items()
+    )
+    return [*_attention(replace(dims, qk_norm=False)), *norms]
 
 
 def _latent_attention(dims: Dims) -> Block:
@@ -167,7 +199,9 @@ def _gated(dims: Dims, ffn: int, hf: str, suffix: str) -> Block:
     ]
 
 
-def _experts(dims: Dims, hf: str = "mlp", names: tuple[str, ...] = GATED) -> Block:
+def _experts(
+    dims: Dims, hf: str = "mlp", names: tuple[str, ...] = GATED, shared: str = "shared_experts"
+) -> Block:
     """The router, the experts stacked as [experts, outputs, inputs], and a shared expert if the model has one."""
     shapes = ((dims.expert_ffn, dims.hidden), (dims.expert_ffn, dims.hidden), (dims.hidden, dims.expert_ffn))
     rules = [same(f"{hf}.gate.weight", "ffn_gate_inp.weight", dims.experts, dims.hidden)]
@@ -179,7 +213,7 @@ def _experts(dims: Dims, hf: str = "mlp", names: tuple[str, ...] = GATED) -> Blo
     if dims.router_bias:
         rules.append(same(f"{hf}.gate.e_score_correction_bias", "exp_probs_b.bias", dims.experts))
     if dims.shared_ffn:
-        rules += _gated(dims, dims.shared_ffn, f"{hf}.shared_experts", "_shexp")
+        rules += _gated(dims, dims.shared_ffn, f"{hf}.{shared}", "_shexp")
     return rules
 
 

@@ -49,6 +49,13 @@ CONFIG_KEYS_OF: Mapping[str, Mapping[str, str]] = {
     "mixtral": {"expert_count": "num_local_experts"},
     "gpt_oss": {"expert_count": "num_local_experts"},
     "qwen3_moe": {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
+    "qwen2_moe": {
+        "expert_count": "num_experts",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    "olmoe": {"expert_count": "num_experts"},
+    "minimax_m2": {"expert_count": "num_local_experts", "rope.dimension_count": "rotary_dim"},
     "deepseek_v3": LATENT_KEYS,
 }
 """The keys of config.json, by those of a GGUF file, in addition to `CONFIG_KEYS`."""
@@ -56,6 +63,10 @@ FAMILY_OF_ARCHITECTURE = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
+    "qwen2moe": "qwen2_moe",
+    "olmoe": "olmoe",
+    "smollm3": "smollm3",
+    "minimax-m2": "minimax_m2",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
@@ -63,6 +74,8 @@ FAMILY_OF_ARCHITECTURE = {
 }
 FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
 """Of so many layers, the last has full attention."""
+NORMALIZES = {"qwen3_moe": True, "qwen2_moe": False, "olmoe": False}
+"""Whether the scores of the experts that a router chose are divided by their sum."""
 LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
 """Layers of models whose queries are scaled by another size than that of a head."""
 ROPE_SCALINGS = ("linear", "yarn")
@@ -239,8 +252,18 @@ def _family_keys(
     )
     if family in ("llama", "mixtral") and "head_dim" not in settings and rotated not in (None, usual):
         own["head_dim"] = rotated
-    if family == "qwen3_moe":
-        own["norm_topk_prob"] = True
+    if family in NORMALIZES:
+        own["norm_topk_prob"] = NORMALIZES[family]
+    if family == "smollm3":
+        own = {"pad_token_id": None, **_specials(stated)}  # its default is no token of small vocabularies
+    if family == "qwen2_moe":
+        own["qkv_bias"] = "blk.0.attn_q.bias" in shapes
+    if family == "minimax_m2":
+        own["scoring_func"] = "sigmoid"
+        own["rope_parameters"] = {
+            **(_rope(stated, None) or {}),
+            "partial_rotary_factor": rotated / settings["head_dim"],
+        }
     return own | _latent(stated) if family == "deepseek_v3" else own
 
 

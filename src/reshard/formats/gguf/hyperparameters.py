@@ -29,6 +29,10 @@ ARCHITECTURES: Mapping[str, str] = {
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
     "deepseek_v3": "deepseek2",
+    "qwen2_moe": "qwen2moe",
+    "olmoe": "olmoe",
+    "smollm3": "smollm3",
+    "minimax_m2": "minimax-m2",
 }
 """llama.cpp's name of the architecture, by `model_type` of config.json."""
 
@@ -88,6 +92,37 @@ ASSUMED_VALUES: Mapping[str, Config] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "sliding_window": 4096,
+    },
+    "qwen2_moe": {
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "olmoe": {
+        "max_position_embeddings": 4096,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
+    "smollm3": {
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 4,
+        "rope_theta": 2000000.0,
+    },
+    "minimax_m2": {
+        "max_position_embeddings": 196608,
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "rope_theta": 5000000.0,
+        "scoring_func": "sigmoid",
     },
     "gpt_oss": {
         "max_position_embeddings": 131072,
@@ -178,14 +213,18 @@ EXPERT_LENGTH = Hyperparameter(
 VOCABULARY = Hyperparameter("vocab_size", ValueType.UINT32, ("vocab_size",))
 SLIDING_WINDOW = Hyperparameter("attention.sliding_window", ValueType.UINT32, ("sliding_window",))
 ROTATED = Hyperparameter("rope.dimension_count", ValueType.UINT32, ("rotated",))
+OF_QWENS_EXPERTS = (
+    EXPERT_LENGTH,
+    Hyperparameter(
+        "expert_shared_feed_forward_length", ValueType.UINT32, ("shared_expert_intermediate_size",)
+    ),
+)
 OF_ARCHITECTURE: Mapping[str, tuple[Hyperparameter, ...]] = {
     "llama": (VOCABULARY, ROTATED),
-    "qwen3moe": (
-        EXPERT_LENGTH,
-        Hyperparameter(
-            "expert_shared_feed_forward_length", ValueType.UINT32, ("shared_expert_intermediate_size",)
-        ),
-    ),
+    "smollm3": (VOCABULARY, ROTATED),
+    "qwen2moe": OF_QWENS_EXPERTS,
+    "qwen3moe": OF_QWENS_EXPERTS,
+    "minimax-m2": (EXPERT_LENGTH, ROTATED),
     "gemma2": (
         Hyperparameter("attn_logit_softcapping", ValueType.FLOAT32, ("attn_logit_softcapping",)),
         Hyperparameter("final_logit_softcapping", ValueType.FLOAT32, ("final_logit_softcapping",)),
@@ -277,8 +316,20 @@ def _deepseek2(config: Config) -> dict[str, Any]:
     }
 
 
+def _olmoe(config: Config) -> dict[str, Any]:
+    return {"rms_norm_eps": 1e-5}
+
+
+def _minimax(config: Config) -> dict[str, Any]:
+    part = ropes(config)[0].get("partial_rotary_factor", 1.0)
+    return {"rotated": config.get("rotary_dim") or round(config["head_dim"] * part)}
+
+
 _DERIVED: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "llama": _llama,
+    "smollm3": _llama,
+    "olmoe": _olmoe,
+    "minimax-m2": _minimax,
     "gemma3": _gemma3,
     "deepseek2": _deepseek2,
 }

@@ -21,6 +21,8 @@ LAYERS_WITHOUT_QUERY_LORA = (26, 27)
 """Layers of the DeepSeek models whose queries llama.cpp loads without `q_lora_rank`."""
 FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
 """Of so many layers, the last has full attention."""
+ROPELESS_EVERY = 4
+"""Of so many layers of SmolLM3, the last has no rotary embedding."""
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62, "gemma3_text": 62}
 """Layers of the models of 27 billion parameters, by which llama.cpp recognizes them."""
 
@@ -32,7 +34,7 @@ def _all(config: Config) -> Iterator[tuple[str, object, object]]:
         if kind not in KNOWN_ROPES and not (kind == "llama3" and has_divisors):
             yield "rope_type", kind, "default"
     part = ropes(config)[0].get("partial_rotary_factor")
-    if part not in (None, 1, 1.0):
+    if part not in (None, 1, 1.0) and config["model_type"] != "minimax_m2":
         yield "partial_rotary_factor", part, 1.0
     is_gemma = str(config["model_type"]).startswith("gemma")
     used = "gelu_pytorch_tanh" if is_gemma else "silu"
@@ -96,6 +98,27 @@ def _qwen3_moe(config: Config) -> Iterator[tuple[str, object, object]]:
         yield "norm_topk_prob", False, True
 
 
+def _qwen2_moe(config: Config) -> Iterator[tuple[str, object, object]]:
+    yield from _windows(config)
+    if config.get("norm_topk_prob", False):
+        yield "norm_topk_prob", True, False
+
+
+def _olmoe(config: Config) -> Iterator[tuple[str, object, object]]:
+    for key, fixed in (("norm_topk_prob", False), ("clip_qkv", None), ("rms_norm_eps", 1e-5)):
+        if config.get(key, fixed) != fixed:
+            yield key, config[key], fixed
+
+
+def _smollm3(config: Config) -> Iterator[tuple[str, object, object]]:
+    yield from _windows(config)
+    fixed = [int((layer + 1) % ROPELESS_EVERY > 0) for layer in range(config["num_hidden_layers"])]
+    every = config.get("no_rope_layer_interval", ROPELESS_EVERY)
+    stated = config.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in range(len(fixed))]
+    if stated != fixed:
+        yield "no_rope_layers", stated, fixed
+
+
 def _gpt_oss(config: Config) -> Iterator[tuple[str, object, object]]:
     yield from _pattern(config)
     for key, fixed in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
@@ -109,6 +132,9 @@ _OWN = {
     "qwen3": _windows,
     "qwen3_moe": _qwen3_moe,
     "mixtral": _windows,
+    "qwen2_moe": _qwen2_moe,
+    "olmoe": _olmoe,
+    "smollm3": _smollm3,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,
@@ -139,9 +165,11 @@ def _not_loaded(family: str, config: Config, dims: Dims) -> Iterator[tuple[str, 
         yield "tie_word_embeddings", False, True
     if family == "gpt_oss" and dims.tied:
         yield "tie_word_embeddings", True, False
+    if family == "olmoe" and dims.groups != dims.heads:
+        yield "num_key_value_heads", dims.groups, f"{dims.heads}, as many as num_attention_heads"
     if family == "qwen2" and dims.heads * dims.head_dim != dims.hidden:
         yield "head_dim", dims.head_dim, f"{dims.hidden} / {dims.heads}, hidden_size over num_attention_heads"
-    if family == "qwen3_moe" and len(dims.sparse) != dims.layers:
+    if family in ("qwen2_moe", "qwen3_moe") and len(dims.sparse) != dims.layers:
         dense = sorted({*range(dims.layers)} - {*dims.sparse})
         yield (
             "mlp_only_layers or decoder_sparse_step",

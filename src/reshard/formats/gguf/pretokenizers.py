@@ -51,6 +51,10 @@ ASSUMED_PRETOKENIZERS = {
     "qwen2": "qwen2",
     "qwen3": "qwen2",
     "qwen3_moe": "qwen2",
+    "qwen2_moe": "qwen2",
+    "olmoe": "olmo",
+    "smollm3": "smaug-bpe",
+    "minimax_m2": "minimax-m2",
     "gpt_oss": "gpt-4o",
     "deepseek_v3": "deepseek-v3",
 }
