@@ -256,7 +256,7 @@ datasets: HuggingFaceH4/ultrachat_200k
     ),
     "smollm3": Family(
         "smollm3",
-        {"num_hidden_layers": 4, "tie_word_embeddings": True, "use_sliding_window": False},
+        {"num_hidden_layers": 4, "tie_word_embeddings": True, "use_sliding_window": False, "pad_token_id": 2},
         LLAMA_BPE,
         pre="llama-bpe",
     ),

@@ -54,9 +54,9 @@ def qwen(dims: Dims) -> Iterator[Rule]:
 
 def qwen2_moe(dims: Dims) -> Iterator[Rule]:
     """Qwen2-MoE, whose shared expert has a gate."""
-    gate = native("ffn_gate_inp_shexp.weight", dims.hidden).reshape(1, dims.hidden)
-    experts = [*_experts(dims, shared="shared_expert"), Rule("mlp.shared_expert_gate.weight", gate)]
-    yield from _model(dims, [], [*_norms(dims), *_attention(dims), *experts])
+    gate = same("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight", 1, dims.hidden)
+    experts = _experts(dims, shared="shared_expert")
+    yield from _model(dims, [], [*_norms(dims), *_attention(dims), *experts, gate])
 
 
 def olmoe(dims: Dims) -> Iterator[Rule]:

@@ -56,7 +56,7 @@ def tensor_type(name: str, shape: tuple[int, ...], wanted: TensorType) -> Tensor
     """
     if (
         len(shape) <= 1
-        or name.endswith(("_norm.weight", "ffn_gate_inp.weight"))
+        or name.endswith(("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight"))
         or not name.endswith(".weight")
     ):
         return F32
