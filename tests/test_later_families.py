@@ -91,10 +91,20 @@ def test_what_megatron_bridge_does_not_compute_is_refused(
     assert not (tmp_path / "there").exists()
 
 
-@pytest.mark.parametrize("name", ["gemma4_text", "gemma4_moe", "gemma4", "minimax_m3_vl", "exaone4"])
-def test_both_spellings_of_a_config_mean_the_same(name: str, tmp_path: Path) -> None:
+SPELLED: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("gemma4_text", "gemma4_moe", "gemma4", "minimax_m3_vl", "exaone4")),
+    ("gemma4_text", {"global_head_dim": 16}),  # the same size in all layers
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), SPELLED)
+def test_both_spellings_of_a_config_mean_the_same(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     """As published, and as transformers saves it."""
-    folders = [make_model_type(name, tmp_path / f"{saved}", as_saved=saved) for saved in (True, False)]
+    folders = [
+        make_model_type(name, tmp_path / f"{saved}", as_saved=saved, **settings) for saved in (True, False)
+    ]
     configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
     family = FAMILIES[configs[0]["model_type"]]
 

@@ -263,12 +263,10 @@ def gemma3(config: Config, tensors: Tensors) -> None:
 def gemma4(config: Config, tensors: Tensors) -> None:
     """Heads of layers without a window in keys of their own, as published, and the old name of a rope."""
     for part in (config, config.get("text_config", {})):
-        for layer in part.pop("per_layer_config", {}).values():
-            part["global_head_dim"] = layer["head_dim"]
-            part["num_global_key_value_heads"] = layer.get("num_key_value_heads")
-        if not part.get("attention_k_eq_v") and "global_head_dim" in part:
-            # which Megatron-Bridge needs to be a number if layers share keys
-            part["num_global_key_value_heads"] = part["num_key_value_heads"]
+        if (layers := part.pop("per_layer_config", None)) is not None:
+            layer = next(iter(layers.values()), {})
+            part["global_head_dim"] = layer.get("head_dim", part["head_dim"])
+            part["num_global_key_value_heads"] = layer.get("num_key_value_heads", part["num_key_value_heads"])
     config.get("vision_config", {}).get("rope_parameters", {}).update(rope_type="default")
 
 

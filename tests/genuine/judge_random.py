@@ -35,6 +35,8 @@ Tensors = Mapping[str, torch.Tensor]
 COMPRESSED: Choices = {"q_lora_rank": (16, 24)}
 WITHOUT_MTP: Choices = {"num_nextn_predict_layers": (0,)}
 """For types whose MTP layers a bridge does not build."""
+PADDED: Choices = {"vocab_size": (384,)}
+"""For types of which Megatron-Bridge pads the vocabulary."""
 ONE_SHARED: Choices = {"n_shared_experts": (1,)}
 
 BRIDGES = {
@@ -65,7 +67,7 @@ BRIDGES = {
             *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2"),
             "bailing_moe",
             *("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-            "glm4v_moe",
+            *("glm4v_moe", "minimax_m3_vl", "exaone4", "ministral3", "gemma4_moe", "gemma4_sees_moe"),
         ),
         vocabularies=(288, 320),  # it does not pad them
         on_one_tensor_rank=("minimax_m2",),  # whose norms it cuts on a GPU only
@@ -73,6 +75,7 @@ BRIDGES = {
             **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), COMPRESSED),
             **dict.fromkeys(("glm4_moe", "bailing_moe"), ONE_SHARED),
             **dict.fromkeys(("glm_moe_dsa", "qwen3_next"), WITHOUT_MTP),
+            **dict.fromkeys(("gemma4_moe", "gemma4_sees_moe"), PADDED),
         },
         within="release",
         copies=False,

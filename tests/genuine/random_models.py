@@ -88,7 +88,7 @@ DEPTH_OF_HUB_NAMES = ("glm_moe_dsa", "gemma3_text", "gemma3", "llama4")
 """Types whose edits for the Hub, or whose patterns of layers, are for the number of layers that they have."""
 LISTS_SPARSE_LAYERS = ("deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "hy_v3")
 """Types of which transformers builds the layers that `mlp_layer_types` lists."""
-PUBLISHED_HEADS = ("mistral3",)
+PUBLISHED_HEADS = ("mistral3", "ministral3")
 """Types whose sizes Megatron-Bridge takes for granted."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1))

@@ -182,9 +182,11 @@ class GlobalHeads(ConfigEntry):
         }
 
     def _stated(self, config: Config) -> tuple[int, int | None]:
-        saved: Config = next(iter((config.get("per_layer_config") or {}).values()), {})
+        layers = config.get("per_layer_config")
+        saved: Config = next(iter((layers or {}).values()), {})
+        size = saved.get("head_dim", 512 if layers is None else config.get("head_dim"))
         groups = first(config, ("num_global_key_value_heads",), saved.get("num_key_value_heads"))
-        return first(config, ("global_head_dim",), saved.get("head_dim", 512)), groups
+        return first(config, ("global_head_dim",), size), groups
 
     def to_config(self, args: Args) -> Values:
         size = first(args, ("global_kv_channels", "global_head_dim"), 512)
