@@ -22,6 +22,8 @@ from packaging.requirements import Requirement
 USED: set[str] = set()
 """The environments that tests of this process have asked for."""
 CACHE = Path(os.environ.get("RESHARD_TEST_CACHE", Path.home() / ".cache" / "reshard-tests"))
+MEGATRON_DEV = "d48bd6be0a85cc0d6d3cc71e8750cf357cc6bdb1"
+"""The commit of Megatron-LM's branch `dev` that the tests use."""
 TESTS = "tests"
 """The base of an environment that shares the packages of the tests."""
 LLAMA_CPP = "llama-cpp-python==0.3.36"
@@ -198,6 +200,12 @@ ENVIRONMENTS = {
     "ms-swift": Environment(_OF_SWIFT, (*_SWIFT, "triton==3.7.0"), on=TESTS),
     "ms-swift-core-0.19": Environment(
         _OF_SWIFT, (*_SWIFT, *_FLASH_LINEAR_ATTENTION), on="megatron-bridge-0.6"
+    ),
+    # The branch that mcore-bridge names for what no release of megatron-core builds.
+    "ms-swift-core-dev": Environment(
+        ("setuptools<80", "pybind11", "packaging>=24.2"),
+        (f"megatron-core @ git+https://github.com/NVIDIA/Megatron-LM@{MEGATRON_DEV}",),
+        on="ms-swift-core-0.19",
     ),
     # Without what only its web interface, its server and videos need. The libraries of torchaudio are for GPUs.
     "llamafactory": Environment(

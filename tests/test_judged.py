@@ -31,7 +31,7 @@ JUDGED = {
         *(case[0] for case in internlm.pytestmark[0].args[1]),
         *("baichuan", "nemotron"),  # tests/test_more_families.py
     },
-    MCORE_BRIDGE: families(test_mcore_bridge.NAMES) | {run.model_type for run in make_swift.RUNS.values()},
+    MCORE_BRIDGE: families(test_mcore_bridge.ALL) | {run.model_type for run in make_swift.RUNS.values()},
     MEGATRON_BRIDGE: families(test_megatron_bridge.ALL)
     | {run.model_type for run in make_bridge.RUNS.values()},
 }

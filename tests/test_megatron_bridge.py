@@ -35,7 +35,7 @@ NAMES = {
 NEWER = {
     **dict.fromkeys(("mimo", "qwen3_5", "qwen3_5_text"), LAYOUTS),
     **dict.fromkeys(("hy_v3", "bailing_moe", "glm4_moe_lite"), MOE_LAYOUTS),
-    **dict.fromkeys(("glm_moe_dsa", "qwen3_5_moe"), MOE_LAYOUTS),
+    **dict.fromkeys(("glm_moe_dsa", "qwen3_5_moe", "mimo_v2_flash"), MOE_LAYOUTS),
     "minimax_m2": STAGES,
     "minimax_m3_vl": MOE_LAYOUTS,
     **dict.fromkeys(("exaone4", "ministral3"), LAYOUTS),

@@ -289,6 +289,9 @@ def test_megatron_computes_nemotron(tmp_path: Path) -> None:
 
 UNDECLARED: dict[str, dict[str, Any]] = {
     "olmo2": {},
+    "olmo3": {},
+    "cohere2": {},
+    "afmoe": {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1},
 }
 
 

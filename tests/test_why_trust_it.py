@@ -29,7 +29,7 @@ def test_what_the_judges_are_asked() -> None:
     def judged(engine: str) -> str:
         return f"{sum(engine in family.judged for family in FAMILIES.values())} families"
 
-    ours, theirs = asked(test_mcore_bridge.NAMES), asked(test_megatron_bridge.ALL)
+    ours, theirs = asked(test_mcore_bridge.ALL), asked(test_megatron_bridge.ALL)
     assert re.search(rf"\| {ours} [^|]*, {judged(MCORE_BRIDGE)} \| `tests/test_mcore_bridge.py`", PAGE)
     assert re.search(
         rf"\| {theirs}; [^|]*, {judged(MEGATRON_BRIDGE)} \| `tests/test_megatron_bridge.py`", PAGE

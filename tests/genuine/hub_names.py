@@ -299,3 +299,119 @@ def nemotron_h(config: Config, tensors: Tensors) -> None:
     for name in tensors:
         if name.endswith("e_score_correction_bias"):
             tensors[name] = tensors[name].bfloat16().float()  # as Megatron-Bridge rounds it on its way in
+
+
+def deepseek_v4(config: Config, tensors: Tensors) -> None:
+    """The Hub's names, the dtypes of Megatron-Core, and an MTP layer with copies of embedding and head."""
+    rename(
+        tensors, (".attn.norm.", ".attn.kv_norm."), ("hc_head.hc_", "hc_head_"), ("embed_tokens.", "embed.")
+    )
+    rename(tensors, ("lm_head.", "head."), ("model.", ""))
+    for name, tensor in tensors.items():
+        if name.endswith("tid2eid"):
+            tensors[name] = tensor.int()
+        elif name.endswith("norm.weight"):
+            tensors[name] = tensor.bfloat16()
+    last, hidden = f"layers.{config['num_hidden_layers'] - 1}.", config["hidden_size"]
+    inner = {
+        name.removeprefix(last): each
+        for name, each in tensors.items()
+        if name.startswith(last) and ".compressor." not in name and ".indexer." not in name
+    }
+    ends = {name: each for name, each in tensors.items() if name.startswith("hc_head_")}
+    drawn = torch.Generator().manual_seed(0)
+    predicted = {
+        **{name: each.flip(0) for name, each in {**inner, **ends}.items()},
+        **{f"{name}.weight": tensors["norm.weight"].flip(0) for name in ("enorm", "hnorm", "norm")},
+        **{
+            f"{name}.weight": torch.randn(hidden, hidden, generator=drawn).bfloat16()
+            for name in ("e_proj", "h_proj")
+        },
+        "emb.tok_emb.weight": tensors["embed.weight"].clone(),
+        "head.weight": tensors["head.weight"].clone(),
+    }
+    tensors |= {f"mtp.0.{name}": each.contiguous() for name, each in predicted.items()}
+    config["num_nextn_predict_layers"] = 1
+
+
+def mimo_v2_flash(config: Config, tensors: Tensors) -> None:
+    """The Hub's keys, of its own code, and two MTP layers, dense and with a window."""
+    kinds, rope = config.pop("layer_types"), config.pop("rope_parameters")
+    config |= {
+        **AUTO_MAP,
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in kinds],
+        "moe_layer_freq": [int(kind == "sparse") for kind in config.pop("mlp_layer_types")],
+        "rope_theta": rope["full_attention"]["rope_theta"],
+        "swa_rope_theta": rope["sliding_attention"]["rope_theta"],
+        "partial_rotary_factor": rope["full_attention"]["partial_rotary_factor"],
+        "layernorm_epsilon": config.pop("rms_norm_eps"),
+        "sliding_window_size": config.pop("sliding_window") - 1,
+        "routed_scaling_factor": None,
+        "swa_num_key_value_heads": 2 * config["num_key_value_heads"],
+        "scoring_func": "sigmoid",
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+    }
+    config |= {
+        "sliding_window": config["sliding_window_size"],
+        "swa_num_attention_heads": config["num_attention_heads"],
+    }
+    config |= {"swa_head_dim": config["head_dim"], "swa_v_head_dim": config["v_head_dim"]}
+    windowed, dense, hidden = "model.layers.1.", "model.layers.0.", config["hidden_size"]
+    inner = {name.removeprefix(windowed): each for name, each in tensors.items() if name.startswith(windowed)}
+    inner = {name: each for name, each in inner.items() if not name.startswith("mlp.")}
+    inner["pre_mlp_layernorm.weight"] = inner.pop("post_attention_layernorm.weight")
+    inner |= {
+        name.removeprefix(dense): each for name, each in tensors.items() if name.startswith(f"{dense}mlp.")
+    }
+    inner |= {
+        f"{norm}.weight": tensors["model.norm.weight"] for norm in ("enorm", "hnorm", "final_layernorm")
+    }
+    inner["eh_proj.weight"] = torch.randn(
+        hidden, 2 * hidden, generator=torch.Generator().manual_seed(0)
+    ).bfloat16()
+    for index in range(2):
+        tensors |= {
+            f"model.mtp.layers.{index}.{name}": each.roll(index + 1, 0) for name, each in inner.items()
+        }
+
+
+def bailing_hybrid(config: Config, tensors: Tensors) -> None:
+    """From DeepSeek-V3: linear attention in all layers but the last of each group, as in inclusionAI/Ling-2.5-1T."""
+    drawn = torch.Generator().manual_seed(0)
+    heads, size, hidden = config["num_attention_heads"], 16, config["hidden_size"]
+    rows = heads * size
+    shapes = {
+        "query_key_value": (3 * rows, hidden),
+        "dense": (hidden, rows),
+        "g_proj": (rows, hidden),
+        "g_norm": (rows,),
+        "query_layernorm": (size,),
+        "key_layernorm": (size,),
+    }
+    without_copies(config, tensors)
+    rename(
+        tensors,
+        ("model.embed_tokens.", "model.word_embeddings."),
+        (".self_attn.o_proj.", ".attention.dense."),
+        (".self_attn.", ".attention."),
+        ("e_score_correction_bias", "expert_bias"),
+        (".shared_head.norm.", ".final_layernorm."),
+    )
+    for layer in range(0, config["num_hidden_layers"], 2):
+        prefix = f"model.layers.{layer}.attention."
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            del tensors[name]
+        for name, shape in shapes.items():
+            tensors[f"{prefix}{name}.weight"] = torch.randn(shape, generator=drawn).bfloat16()
+    config |= {"model_type": "bailing_hybrid", "architectures": ["BailingMoeV2_5ForCausalLM"], **AUTO_MAP}
+    config |= {
+        "num_experts": config.pop("n_routed_experts"),
+        "num_shared_experts": config.pop("n_shared_experts"),
+    }
+    config |= {"layer_group_size": 2, "group_norm_size": 4, "head_dim": size, "use_qk_norm": True}
+    config |= {
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "partial_rotary_factor": 0.5,
+    }

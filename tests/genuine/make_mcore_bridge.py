@@ -26,12 +26,12 @@ from tests.genuine.peers import load_all_keys, run_jobs
 
 
 def run(command: str, base: str, out: str, *rest: str) -> None:
-    """Do one job: `save` or `export`, on as many ranks as the layout has."""
+    """Do one job: `save` or `export`, on as few ranks as the layout takes."""
     from tests.genuine.mcore.ranks import run_ranks
 
     tp, pp, ep = map(int, rest[:3])
     checkpoint = rest[3] if command == "export" else None
-    run_ranks(tp * pp, _rank, base, out, (tp, pp, ep), checkpoint)
+    run_ranks(max(tp, ep) * pp, _rank, base, out, (tp, pp, ep), checkpoint)
 
 
 def _rank(base: str, out: str, layout: tuple[int, int, int], checkpoint: str | None) -> None:
@@ -98,6 +98,7 @@ def _arguments(
         expert_tensor_parallel_size=1,
         sequence_parallel=moe and tp > 1,
         mtp_num_layers=mtp,
+        pipeline_model_parallel_layout=_stages(hf_config, pp, mtp or 0),
         torch_dtype=torch.bfloat16,
         bf16=True,
         fp16=False,
@@ -120,6 +121,15 @@ def spellings(model_types: list[str]) -> list[str]:
     return [*model_types, *(each.replace("llava_", "llava") for each in model_types)]
 
 
+def _stages(hf_config: Any, pp: int, mtp: int) -> str | None:
+    """The layers of each stage, without which megatron-core refuses layers whose experts a table chooses."""
+    if pp == 1 or "hash_moe" not in (getattr(hf_config, "mlp_layer_types", None) or ()):
+        return None
+    later = hf_config.num_hidden_layers // pp
+    stages = ["E" + "t" * (hf_config.num_hidden_layers - later * (pp - 1)), *["t" * later] * (pp - 1)]
+    return "|".join(stages) + "m" * mtp + "L"
+
+
 def _text(hf_config: Any) -> Any:
     return hf_config.get_text_config()
 
@@ -138,8 +148,13 @@ def _stored(base: str) -> int | None:
 
 
 def as_in_training(model: Any) -> None:
-    """Cast weights to bf16 as in megatron-core's Float16Module, which keeps router biases in float32."""
-    model.bfloat16()
+    """Cast weights to bf16 as in megatron-core's Float16Module, which keeps some in float32, as router biases."""
+
+    def cast(tensor: Any) -> Any:
+        kept = getattr(tensor, "keep_in_fp32", False) or not tensor.is_floating_point()
+        return tensor if kept else tensor.bfloat16()
+
+    model._apply(cast)
     for module in model.modules():
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()

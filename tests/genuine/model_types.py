@@ -34,6 +34,7 @@ from tests.genuine.huggingface import (
     randomise,
 )
 from tests.genuine.tiny_configs import (
+    DEEPSEEK_V4,
     DELTA_MOE,
     DELTA_TEXT,
     DELTA_VISION,
@@ -53,6 +54,7 @@ from tests.genuine.tiny_configs import (
     GLM_VISION,
     KIMI,
     LATENT,
+    MIMO_V2_FLASH,
     MINIMAX_M2,
     MINIMAX_M3_TEXT,
     MINIMAX_M3_VISION,
@@ -120,6 +122,14 @@ TYPES: dict[str, Tiny] = {
         {**COMMON, **WIDE_HEADS, "attention_bias": True, "rope_parameters": PARTIAL_ROPE},
         exported=hub_names.gate_above_up,
     ),
+    "bailing_hybrid": Tiny(
+        "DeepseekV3ForCausalLM",
+        {**LATENT, "num_hidden_layers": 4, "num_nextn_predict_layers": 1},
+        hub=hub_names.bailing_hybrid,
+        code=(CODE,),
+    ),
+    "mimo_v2_flash": Tiny("MiMoV2FlashForCausalLM", MIMO_V2_FLASH, hub=hub_names.mimo_v2_flash, code=(CODE,)),
+    "deepseek_v4": Tiny("DeepseekV4ForCausalLM", DEEPSEEK_V4, hub=hub_names.deepseek_v4),
     "deepseek_v32": Tiny(
         "DeepseekV32ForCausalLM", {**DSA, "rope_parameters": YARN, "num_nextn_predict_layers": 1}
     ),

@@ -60,15 +60,21 @@ def declared(model_type: Any) -> Family | None:
     return next((each for each in matching if model_type in (each.name, *each.aliases)), None)
 
 
+def named_by(config: Mapping[str, Any]) -> Family | None:
+    """The family that the `model_type` of a config names; None if it is of another model with the same name."""
+    family = declared(config.get("model_type"))
+    return None if family and family.other_model(config) else family
+
+
 def live_names(config: Mapping[str, Any], name: str | None = None) -> MemoryNames | None:
     """How in-memory names of a config's model differ from the Hub's; None if they do not.
 
     `name` is the family, if the config does not tell. A model that is not declared has the names of transformers.
     """
-    if family := declared(name or config.get("model_type")):
+    if family := declared(name) if name else named_by(config):
         return family.live.of(config) if family.live else None
     live = MemoryNames(None, config=config)
     return live if live.rules or live.tied else None
 
 
-__all__ = ["FAMILIES", "Family", "declared", "likeliest", "live_names"]
+__all__ = ["FAMILIES", "Family", "declared", "likeliest", "live_names", "named_by"]

@@ -34,7 +34,12 @@ class Dialect:
 
 HUB = Dialect(
     "hf",
-    ("model.embed_tokens.weight", "model.tok_embeddings.weight", "model.word_embeddings.weight"),
+    (
+        "model.embed_tokens.weight",
+        "model.tok_embeddings.weight",
+        "model.word_embeddings.weight",
+        "embed.weight",
+    ),
     sharded=False,
 )
 """The names on the Hub."""

@@ -54,6 +54,7 @@ class Family:
     With `drops_router_bias`, an engine may not save the router bias, so the tensors decide whether there is one.
     With `turned_pairs`, experts in memory are [inputs, outputs] as on the Hub and have `is_transposed`, so that PEFT's
     lora_A belongs to their rows and lora_B to their columns.
+    `unlike` are keys of the config of other models with its name, each with what these compute.
     `languages` are the possible families of its language model, if its config names one of several.
     If nothing names the family and several fit, the one with the highest `precedence` is assumed; one below 0 is not
     likely, and never assumed where the tensors are also those of a likely one.
@@ -73,6 +74,7 @@ class Family:
     drops_router_bias: bool = False
     turned_pairs: bool = False
     languages: tuple[Family, ...] = ()
+    unlike: Mapping[str, str] = field(default_factory=dict)
 
     def speaking(self, config: Mapping[str, Any]) -> Family:
         """The same family with the language model that `config` names. Raises ReshardError if not in `languages`."""
@@ -89,6 +91,10 @@ class Family:
                 remedy="declare it: see docs/add-a-family.md",
             )
         return self
+
+    def other_model(self, config: Mapping[str, Any]) -> str:
+        """What another model computes, if the config is of one with the same name; else empty."""
+        return next((why for key, why in self.unlike.items() if config.get(key) is not None), "")
 
     @cached_property
     def config(self) -> ConfigMap:

@@ -158,6 +158,15 @@ class Dims:
     wide_sharing: bool
     layer_dim: int
     layer_vocab: int
+    topk: int
+    hashed: int
+    ratios: tuple[int, ...]
+    streams: int
+    output_groups: int
+    output_lora: int
+    window_groups: int
+    value_head: int
+    lightning: tuple[int, ...]
 
     def __post_init__(self) -> None:
         """Raise ValueError for impossible sizes: rules loop over some sizes, and multiply others."""
@@ -177,7 +186,8 @@ class Dims:
     @property
     def qkv_rows(self) -> int:
         """The rows of linear_qkv: queries, each with its optional gate, keys and values."""
-        return (self.heads * (1 + self.output_gate) + 2 * self.groups) * self.head_dim
+        queries = self.heads * (1 + self.output_gate) * self.head_dim
+        return queries + self.groups * (self.head_dim + (self.value_head or self.head_dim))
 
     @staticmethod
     def from_args(args: Mapping[str, Any], vocab: int, padded_vocab: int | None = None) -> Dims:
@@ -247,7 +257,7 @@ class Dims:
             value_dim=linear("linear_value_head_dim"),
             kernel=linear("linear_conv_kernel_dim"),
             rope_scaled=bool(get("use_rope_scaling", False)),
-            windowed=windowed_layers(args, layers) if global_head_dim else (),
+            windowed=windowed_layers(args, layers) if global_head_dim else window_pattern(args),
             global_head_dim=global_head_dim,
             global_groups=get("num_global_query_groups", get("num_global_key_value_heads")),
             keys_are_values=bool(get("attention_k_eq_v", False)),
@@ -255,6 +265,15 @@ class Dims:
             wide_sharing=bool(get("use_double_wide_mlp", False)),
             layer_dim=get("per_layer_embed_dim"),
             layer_vocab=get("per_layer_embed_vocab_size"),
+            topk=get("moe_router_topk"),
+            hashed=get("moe_n_hash_layers"),
+            ratios=tuple(get("csa_compress_ratios", ())),
+            streams=get("num_residual_streams"),
+            output_groups=get("o_groups"),
+            output_lora=get("o_lora_rank"),
+            window_groups=get("swa_num_query_groups"),
+            lightning=lightning_layers(get("layer_group_size"), layers),
+            value_head=get("v_head_dim") if get("hybrid_attention_pattern") else 0,
         )
 
 
@@ -268,6 +287,17 @@ def sparse_layers(freq: int | Sequence[int], layers: int) -> tuple[int, ...]:
 def indexed_layers(freq: int, offset: int, layers: int) -> tuple[int, ...]:
     """Which layers have their own indexer for sparse attention; the others reuse the selection of a layer before."""
     return tuple(i for i in range(min(layers, MOST_MODULES)) if max(i - offset + 1, 0) % freq == 0)
+
+
+def lightning_layers(group: int, layers: int) -> tuple[int, ...]:
+    """Which layers have linear attention if the last of each complete `group`, and those after the groups, have not."""
+    grouped = min(layers, MOST_MODULES) // group * group if group else 0
+    return tuple(layer for layer in range(grouped) if (layer + 1) % group)
+
+
+def window_pattern(args: Mapping[str, Any]) -> tuple[int, ...]:
+    """Which layers have a window in Megatron-Bridge's list of numbers for MiMo-V2-Flash."""
+    return tuple(layer for layer, each in enumerate(args.get("hybrid_attention_pattern") or ()) if each)
 
 
 def delta_layers(args: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -344,16 +374,16 @@ def attention(dims: Dims, fused: str = "", *, norms_of_all_heads: str = "", gate
     queries come before all gates, or each query before its gate if not `gates_last`.
     """
     queries = dims.heads // dims.groups
-    grouped = (dims.groups, queries * (1 + dims.output_gate) + 2, dims.head_dim)
-    rows = dims.qkv_rows
+    own = queries * (1 + dims.output_gate) * dims.head_dim
+    grouped = (dims.groups, dims.qkv_rows // dims.groups)
 
     def projections(kind: str, view: View, *inner: int) -> Block:
-        query = view[:, :-2]
+        query, rest = view[:, :own], view[:, own:]
         if dims.output_gate and gates_last:
             order = range(3, 3 + 1 + len(inner))
-            query = query.split(1, 2, queries).permute(0, 2, 1, *order)
-        query = query.reshape(dims.heads * (1 + dims.output_gate) * dims.head_dim, *inner)
-        key, value = (view[:, index].reshape(dims.groups * dims.head_dim, *inner) for index in (-2, -1))
+            query = query.split(1, 2, queries, dims.head_dim).permute(0, 2, 1, *order)
+        query = query.reshape(dims.groups * own, *inner)
+        key, value = rest[:, : dims.head_dim].merge(0), rest[:, dims.head_dim :].merge(0)
         if fused:
             return [Rule(f"self_attn.{fused}.{kind}", concat([query, key, value]))]
         return [
@@ -362,18 +392,20 @@ def attention(dims: Dims, fused: str = "", *, norms_of_all_heads: str = "", gate
             Rule(f"self_attn.v_proj.{kind}", value),
         ]
 
-    weight = native("self_attention.linear_qkv.weight", rows, dims.hidden).split(0, *grouped)
+    weight = native("self_attention.linear_qkv.weight", dims.qkv_rows, dims.hidden).split(0, *grouped)
     rules = projections("weight", weight, dims.hidden)
     rules.append(
         same(
             "self_attn.o_proj.weight",
             "self_attention.linear_proj.weight",
             dims.hidden,
-            dims.heads * dims.head_dim,
+            dims.heads * (dims.value_head or dims.head_dim),
         )
     )
     if dims.qkv_bias:
-        rules += projections("bias", native("self_attention.linear_qkv.bias", rows).split(0, *grouped))
+        rules += projections(
+            "bias", native("self_attention.linear_qkv.bias", dims.qkv_rows).split(0, *grouped)
+        )
     if dims.output_bias:
         rules.append(same("self_attn.o_proj.bias", "self_attention.linear_proj.bias", dims.hidden))
     if dims.qk_norm:
@@ -530,6 +562,13 @@ def decoder(dims: Dims, dense: Block, sparse: Block | None = None) -> Iterator[R
     if sparse is not None and not dims.experts:
         raise ValueError("the family has experts, and the sizes have none")
     return layer_rules(dims, "decoder.layers.{layer}", dense, sparse or ())
+
+
+def by_kind(kinds: Sequence[tuple[Any, ...]], block: Callable[..., Iterable[Rule]]) -> Iterator[Rule]:
+    """All decoder layers, of several `kinds`: `block` makes the rules of a layer of its kind."""
+    for kind in dict.fromkeys(kinds):
+        layers = [number for number, each in enumerate(kinds) if each == kind]
+        yield from under("model.layers.{layer}", "decoder.layers.{layer}", block(*kind), layers)
 
 
 def layer_rules(dims: Dims, own: str, dense: Block, sparse: Sequence[Rule] = ()) -> Iterator[Rule]:

@@ -1,29 +1,37 @@
 """Models of the Hub that are not declared, and why.
 
-Formats that keep the Hub's names need no declaration of them. The first table says what is
-beyond megatron-core 0.16.1, and which modules of mcore-bridge 1.6.5 and Megatron-Bridge 0.6.2 are not declared.
-Sources: `model/` of mcore-bridge, `models/` of Megatron-Bridge.
+Formats that keep the Hub's names need no declaration of them. The first table says what is beyond megatron-core 0.19.2,
+and beyond the modules of mcore-bridge 1.6.5 and Megatron-Bridge 0.6.2 that can be built with it. Sources:
+`TransformerConfig` and `TransformerLayer` of megatron-core; `model/` of mcore-bridge, `models/` of Megatron-Bridge.
 """
 
 from __future__ import annotations
 
 BEYOND_MEGATRON: dict[str, str] = {
-    "bailing_hybrid": "linear attention with per-head decay; mcore-bridge's module for it needs a GPU",
-    "deepseek_v4": "compressed attention and hyper-connections, which megatron-core supports after 0.16.1",
-    "deepseek_v41": "compressed attention and hyper-connections, which megatron-core supports after 0.16.1",
+    "afmoe": "norms after attention and MLP, for which megatron-core 0.19.2 has no setting",
+    "cohere": "attention and MLP side by side, for which megatron-core 0.19.2 has no setting",
+    "cohere2": "attention and MLP side by side, for which megatron-core 0.19.2 has no setting",
+    "deepseek_v41": "compressed attention of a later kind, and n-gram embeddings; not declared for mcore-bridge",
+    "glm5_next": "Kimi delta attention and hyper-connections, which no release of megatron-core up to 0.19.2 has",
+    "kimi_linear": "Kimi delta attention, which no release of megatron-core up to 0.19.2 has",
+    "longcat_flash": "two attentions in a layer, with experts beside them, which megatron-core 0.19.2 has no layer for",
+    "mistral4": "queries scaled by their position, for which megatron-core 0.19.2 has no setting",
     "exaone4_5": "EXAONE 4 behind a vision tower; not declared for Megatron-Bridge",
     "exaone_moe": "experts behind EXAONE 4's windows; not declared for Megatron-Bridge",
     "gemma4_unified": "Gemma 4 with another tower, which Megatron-Bridge lacks; not declared for mcore-bridge",
-    "glm5_next": "hybrid layers, which megatron-core supports after 0.16.1, and a patch of mcore-bridge",
     "nemotron-nas": "layers of different sizes, some without attention or MLP; not declared for Megatron-Bridge",
     "olmo2": "post-norm instead of pre-norm",
+    "olmo3": "norms after attention and MLP instead of before, for which megatron-core 0.19.2 has no setting",
     "qwen3_asr": "Qwen3 behind an audio tower from a separate package; not declared for mcore-bridge",
     "qwen4_exp": "hyper-connections and n-gram embeddings; not declared for mcore-bridge",
+    "step3p5": "a gate for each head, which megatron-core 0.19.2 has only for each dimension",
+    "step3p7": "a gate for each head, which megatron-core 0.19.2 has only for each dimension",
 }
 """Reasons, by the `model_type` of config.json."""
 
 BUILT_ALIKE: dict[str, str] = {
-    "granite": "embeddings, residuals, attention scores and logits are multiplied by constants",
+    "granite": "residuals are multiplied by a constant, for which megatron-core 0.19.2 has no setting, and so are "
+    "embeddings, attention scores and logits",
     "mellum": "some layers attend to a window of tokens, and two rotary bases alternate",
     "ministral": "some layers attend to a window of tokens",
     "ministral3": "queries are scaled by their position beyond the original context",

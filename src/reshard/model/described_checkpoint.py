@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, reading_values
-from reshard.families import FAMILIES, Family, declared, live_names
+from reshard.families import FAMILIES, Family, declared, live_names, named_by
 from reshard.families.config_map import ConfigMap
 from reshard.families.disagreements import foreign
 from reshard.families.mechanisms import REARRANGED
@@ -54,7 +54,7 @@ def describe(
     """
     config, folder = config_of(checkpoint, base) or {}, base or checkpoint.description.folder
     if not checkpoint.native.has_shapes:
-        declared_family = named(family) if family else declared(config.get("model_type"))
+        declared_family = named(family) if family else named_by(config)
         with reading_values(folder / "config.json"):
             checkpoint = _shaped_checkpoint(checkpoint, config, declared_family, folder)
     described = described_by(config, checkpoint, folder, family)
@@ -131,7 +131,7 @@ def described_by(
     config: Mapping[str, Any], checkpoint: Checkpoint, folder: Path, family: str | None = None
 ) -> DescribedCheckpoint:
     """The same with a config that was read before; flat tensors remain flat."""
-    declared_family = named(family) if family else declared(config.get("model_type"))
+    declared_family = named(family) if family else named_by(config)
     with reading_values(folder / "config.json"):
         renamed = memory_names.under_hub_names(checkpoint, live_names(config, family))
     was_in_memory = renamed.tensors.keys() != checkpoint.tensors.keys()

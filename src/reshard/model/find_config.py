@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import UNUSABLE, ReshardError
-from reshard.families import declared
+from reshard.families import named_by
 from reshard.families.rope import rope_contradictions
 from reshard.folders.companion_names import CONFIG
 from reshard.folders.companions import hub_config
@@ -71,7 +71,7 @@ def config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
         config = read_config(checkpoint.description.folder, checkpoint.sources)
         if config is None or config.get("model_type") is None or contradictions(config):
             return None
-        family = declared(config["model_type"])
+        family = named_by(config)
         if family is None:
             return config
         text = family.config.text(config)
@@ -82,7 +82,7 @@ def config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A config with other values for its language model."""
-    family = declared(config.get("model_type"))
+    family = named_by(config)
     if not family or not changes:
         return {**config, **changes}
     return family.config.whole(config, {**family.config.text(config), **changes})
@@ -90,7 +90,7 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 def contradictions(config: Mapping[str, Any]) -> list[str]:
     """Where a config states one fact twice, differently; for undeclared families, only the rotary embedding."""
-    family = declared(config.get("model_type"))
+    family = named_by(config)
     try:
         if family is None:
             return list(rope_contradictions(config))

@@ -137,7 +137,7 @@ def _heads(checkpoint: Checkpoint, family: Family, dims: Dims) -> Iterator[tuple
 
 
 _LAYER = re.compile(r"^(?:(?:model\.|decoder\.)?(?:layers|blocks|blk)|model\.decoder)\.(\d+)\.", re.MULTILINE)
-_MTP_LAYER = re.compile(r"^(?:mtp\.|model\.mtp_)layers\.(\d+)\.", re.MULTILINE)
+_MTP_LAYER = re.compile(r"^(?:mtp\.(?:layers\.)?|model\.mtp[_.]layers\.)(\d+)\.", re.MULTILINE)
 _STACKED = (
     *(".experts.down_proj", ".ffn_down_exps.weight"),  # gpt-oss; llama.cpp
     *(".moe_block.wo", "MoeBlock_0.wo"),  # MaxText

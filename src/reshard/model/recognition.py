@@ -50,8 +50,8 @@ def by_config(
         if computes and (differing := [*_computed_otherwise(known, config, checkpoint)]):
             raise ReshardError(differing)
         return known.speaking(config), []
-    if model_type in BEYOND_MEGATRON:
-        raise ReshardError(_beyond_problem(str(model_type)))
+    if reason := _beyond_reason(config):
+        raise ReshardError(_beyond_problem(str(model_type), reason))
     fits = (fit_of(each, config, checkpoint) for each in likeliest())
     best = min((fit for fit in fits if fit), key=lambda fit: len(fit.differing), default=None)
     if best is None:
@@ -89,11 +89,17 @@ def _keeping() -> str:
     return f"{', '.join(others)} or {last} keeps the model as it is"
 
 
-def _beyond_problem(model_type: str) -> Problem:
+def _beyond_reason(config: Mapping[str, Any]) -> str:
+    """What no engine computes of the model that a config names, if that is known; else empty."""
+    model_type, own = str(config.get("model_type")), declared(config.get("model_type"))
+    return own.other_model(config) if own else BEYOND_MEGATRON.get(model_type, "")
+
+
+def _beyond_problem(model_type: str, reason: str) -> Problem:
     return Problem(
         "megatron-core-lacks-family",
         f'Megatron-Core does not compute what the family "{model_type}" computes',
-        rule=BEYOND_MEGATRON[model_type],
+        rule=reason,
         found=f"model_type {model_type} in config.json",
         remedy=_keeping(),
         values={"family": model_type},
@@ -108,8 +114,8 @@ def _computed_otherwise(
     own = declared(model_type)
     if model_type is None or own is family:
         return
-    if model_type in BEYOND_MEGATRON:
-        yield _beyond_problem(str(model_type))
+    if reason := _beyond_reason(config):
+        yield _beyond_problem(str(model_type), reason)
     elif own:
         args = own.config.to_args(own.config.text(config))
         for _, problem in foreign(family.config, text, args, f"as in {own.name}"):

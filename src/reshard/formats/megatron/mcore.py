@@ -56,9 +56,11 @@ SPLITS = {
     "per_layer_model_proj.weight": Split(0),
     **{f"weight.{part}": Split(0) for part in ("query", "key", "value", "z", "beta", "alpha")},
     "gate_proj.weight": Split(0),
+    "g_proj.weight": Split(0),
 }
 """By the last two components of a name: what tensor parallelism cuts. A weight must be here or in `WHOLE`."""
 
+HYPER_CONNECTION = ("alpha_pre", "alpha_post", "alpha_res", "bias")
 WHOLE = {
     *(f"{norm}.{kind}" for norm in ("input_layernorm", "pre_mlp_layernorm") for kind in ("weight", "bias")),
     *(f"{norm}.{kind}" for norm in ("final_layernorm", "k_norm") for kind in ("weight", "bias")),
@@ -72,10 +74,16 @@ WHOLE = {
         f"{each}.weight"
         for each in ("per_layer_projection", "per_layer_proj_norm", "post_per_layer_input_norm")
     ),
-    *("q_norm.weight", "out_norm.weight", "enorm.weight", "hnorm.weight"),
+    *("q_norm.weight", "g_norm.weight", "out_norm.weight", "enorm.weight", "hnorm.weight"),
     *("linear_proj.bias", "linear_fc2.bias", "router.weight", "router.bias", "router.expert_bias"),
     *("shared_experts.gate_weight", "linear_q_down_proj.weight", "linear_kv_down_proj.weight"),
     *("linear_wq_b.weight", "linear_wk.weight", "linear_weights_proj.weight"),
+    # Compressed attention has one tensor-parallel rank.
+    *("self_attention.linear_o_group_proj", "linear_kv_proj.weight", "core_attention.attn_sink"),
+    *("linear_wkv.weight", "linear_wgate.weight", "compressor.ape", "router.tid2eid"),
+    *("e_proj.weight", "h_proj.weight", "mapping_proj.weight"),
+    *(f"{name}_hyper_connection.{part}" for name in ("self_attention", "mlp") for part in HYPER_CONNECTION),
+    *(f"{stack}hc_head_{part}" for stack in ("decoder.", "") for part in ("fn", "base", "scale")),
     # Mamba's are cut, but written only as torch_dist, which ranks load from whatever chunks there are.
     *(
         "final_norm.weight",
@@ -116,7 +124,13 @@ PARALLEL_LINEARS = (
     "linear_wq_b",
     "linear_wk",
     "linear_weights_proj",
+    "linear_kv_proj",
+    "linear_wkv",
+    "linear_wgate",
+    "e_proj",
+    "h_proj",
     "gate_proj",
+    "g_proj",
     "eh_proj",
     "in_proj",
     "out_proj",
@@ -268,7 +282,8 @@ class LayerSpelling:
         self.transformer_engine, self._torch_dist = transformer_engine, torch_dist
         places = list(places)
         self._latent = any("linear_kv_up_proj" in place.module for place in places)
-        self.indexed = any("core_attention.indexer" in place.module for place in places)
+        sparse = ("core_attention.indexer", "core_attention.attn_sink")
+        self.indexed = any(each in place.module for place in places for each in sparse)
         self._sparse = {place[1:3] for place in places if place.expert is not None}
         self._linears = {(place[1:3], place.module.rpartition(".weight")[0]) for place in places}
         self._by_window = any(place.module.startswith(BY_WINDOW) for place in places)
@@ -279,20 +294,21 @@ class LayerSpelling:
         prefix = match[0] if match else ""
         inner = module.removeprefix(prefix)
         fused = [prefix + each for each, plain in FUSED_NORMS.items() if plain == inner]
-        if not fused or not self._fuses(inner, layer):
+        there = [each for each in fused if (layer, each.rpartition(".")[0]) in self._linears]
+        if not fused or not self._fuses(inner, layer, bool(there)):
             return module
-        there = (each for each in fused if (layer, each.rpartition(".")[0]) in self._linears)
-        return next(there, fused[0])  # experts have none with this name, but local specs save the norm by it
+        return (there or fused)[0]  # experts have none with this name, but local specs save the norm by it
 
-    def _fuses(self, plain: str, layer: tuple[str, int | None]) -> bool:
+    def _fuses(self, plain: str, layer: tuple[str, int | None], there: bool) -> bool:
+        """Whether a norm is fused into a linear, which is `there` or not."""
         if self._by_window:
             return False
         norm = plain.rpartition(".")[0]
         if norm == "pre_mlp_layernorm":
             return layer not in self._sparse if self.transformer_engine else self._torch_dist
         if norm == "input_layernorm":
-            return not self._latent and (self.transformer_engine or self._torch_dist)
-        return self._latent and self.transformer_engine and not self.indexed
+            return there and not self._latent and (self.transformer_engine or self._torch_dist)
+        return there and self._latent and self.transformer_engine and not self.indexed
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, raise_all
@@ -64,6 +65,7 @@ def _undivided_problems(dims: Dims, layout: Layout) -> Iterator[Problem]:
         divided("the MLP's width", dims.ffn if len(dims.sparse) < dims.layers else 0),
         divided("the shared experts' width", dims.shared_ffn),
         divided("key heads of linear attention", dims.key_heads),
+        *([SharedSize("compressed attention", lambda ranks: ranks == 1, "1")] if dims.ratios else []),
     ]
     of_experts = divided("an expert's width", dims.expert_ffn if dims.experts else 0)
     if layout.etp == layout.tp:  # as --tp sets it, unless users set --etp
@@ -80,6 +82,8 @@ def _query_groups(dims: Dims) -> SharedSize:
     Each rank then has an equal share of the rows of `linear_qkv`, wherever the cuts are, and the ranks gather their
     outputs. Source: `TransformerConfig.__post_init__` and `SelfAttention` of megatron-core 0.16.1.
     """
+    if dims.window_groups:  # Megatron-Bridge 0.6.2 lets no ranks share a group of such layers
+        return divided("query groups", gcd(dims.groups, dims.window_groups))
     rows = dims.qkv_rows
     return SharedSize(
         "query groups",
