@@ -351,3 +351,46 @@ def test_the_reasons_are_those_of_megatron_core() -> None:
 def test_a_model_with_a_reason_is_not_declared() -> None:
     assert UNDECLARED.keys() <= BEYOND_MEGATRON.keys()
     assert not BEYOND_MEGATRON.keys() & FAMILIES.keys()
+
+
+LING_3: dict[str, Any] = {
+    **{key: SIZES[key] for key in SIZES.keys() - {"num_key_value_heads", "head_dim"}},
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_mtp_layers": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "layer_group_size": 2,
+    "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def test_a_later_model_of_the_same_type_is_not_taken_for_the_family(tmp_path: Path) -> None:
+    """Ling 2.5 and Ling 3 are both `bailing_hybrid`; the linear attention of the later one is Kimi's."""
+    source = tmp_path / "hub"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("bailing_hybrid", **LING_3)).save_pretrained(source)
+    with pytest.raises(ReshardError) as refused:
+        reshard.convert(source, tmp_path / "there", to="megatron", no_tokenizer=True)
+    [problem] = refused.value.problems
+    assert problem.code == "megatron-core-lacks-family"
+    assert "Kimi delta attention" in str(problem.rule)
+    reshard.convert(source, tmp_path / "anew", to="huggingface", no_tokenizer=True)
+    assert_same_tensors(tensors_of(tmp_path / "anew"), tensors_of(source))
+
+
+def test_compressed_attention_has_one_tensor_parallel_rank(tmp_path: Path) -> None:
+    source = make_model_type("deepseek_v4", tmp_path / "hub")
+    with pytest.raises(ReshardError) as refused:
+        reshard.convert(source, tmp_path / "there", to="megatron", tp=2)
+    assert [problem.found for problem in refused.value.problems] == ["--tp 2"]
+    reshard.convert(source, tmp_path / "there", to="megatron", pp=2, ep=2)
+    reshard.convert(tmp_path / "there", tmp_path / "back")  # without the base
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(source))
