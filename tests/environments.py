@@ -121,12 +121,12 @@ ENVIRONMENTS = {
         on=TESTS,
     ),
     "quantizers": Environment(
-        ("compressed-tensors==0.20.0", "bitsandbytes==0.50.2", "py-cpuinfo", "requests"),
+        ("compressed-tensors==0.20.1", "bitsandbytes==0.50.2", "py-cpuinfo", "requests"),
         ("autoawq==0.2.9", "auto-round==0.16.1", "torchao==0.18.0"),
         on=TESTS,
     ),
     "llm-compressor": Environment(
-        ("compressed-tensors==0.20.0", "loguru", "requests"),
+        ("compressed-tensors==0.20.1", "loguru", "requests"),
         ("llmcompressor==0.14.0.1", "auto-round==0.16.1"),
         on=TESTS,
     ),
