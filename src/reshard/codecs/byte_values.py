@@ -23,7 +23,7 @@ FP8: ByteValues = {
     "float8_e4m3fnuz": small_floats(4, 3, 8, "fnuz").reshape(256, 1),
     "float8_e5m2fnuz": small_floats(5, 2, 16, "fnuz").reshape(256, 1),
 }
-FP4: ByteValues = {"uint8": _halves(_FP4)}
+FP4: ByteValues = dict.fromkeys(("uint8", "int8"), _halves(_FP4))
 MODELOPT_FP4: ByteValues = {"uint8": _halves(_FP4 + np.float32(0))}
 """-0 becomes 0."""
 INT4: ByteValues = {"int32": _halves(np.arange(-8, 8, dtype=np.float32))}

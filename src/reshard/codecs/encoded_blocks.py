@@ -18,6 +18,7 @@ from reshard.codecs.not_finite import not_finite
 from reshard.transfer.elements import as_float
 
 FLOAT32, BFLOAT16, UINT8 = dtype("float32"), dtype("bfloat16"), dtype("uint8")
+E8M0 = dtype("float8_e8m0fnu")
 
 READ_ELEMENTS = 1 << 22
 """Elements read at a time to compute scales: if a source is transposed, one read serves many rows."""
@@ -63,6 +64,12 @@ def _ue8m0_scales(largest: Floats) -> BlockScales:
     return BlockScales(powers.astype(np.float32), np.float32(1) / powers.astype(np.float32))
 
 
+def _e8m0_scales(largest: Floats) -> BlockScales:
+    """The same, stored as exponents."""
+    powers, factors = _ue8m0_scales(largest)
+    return BlockScales((powers.view(np.uint32) >> 23).astype(np.uint8), factors)
+
+
 def _mx_scales(largest: Floats) -> BlockScales:
     """The exponents of powers of two, not below the largest magnitude over 6. Below 2^-126, scale and values are 0."""
     bits = (largest / np.float32(6)).view(np.uint32)
@@ -77,7 +84,9 @@ _E4M3 = nearest_codes(small_floats(4, 3, 7, "fn"))
 _E2M1 = nearest_codes(small_floats(2, 1, 1))
 FP8 = QuantizationMethod(_E4M3, dtype("float8_e4m3fn"), 1, FLOAT32, _fp8_scales)
 UE8M0 = QuantizationMethod(_E4M3, dtype("float8_e4m3fn"), 1, FLOAT32, _ue8m0_scales)
+FP8_E8M0 = UE8M0._replace(stored=E8M0, scales=_e8m0_scales)
 MXFP4 = QuantizationMethod(_E2M1, UINT8, 2, UINT8, _mx_scales, reads=BFLOAT16, finite=True)
+MXFP4_E8M0 = MXFP4._replace(values=dtype("int8"), stored=E8M0)
 
 
 class _QuantizedPart(Computed):

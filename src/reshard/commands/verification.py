@@ -250,7 +250,7 @@ def need_of(first: Side, second: Side) -> MemoryNeed:
         weights = {
             name: other.tensors.tensors[name] for name in side.quantized if name in other.tensors.tensors
         }
-        kinds = {(side.quantized[n].storage.names, w.dtype, w.shape): n for n, w in weights.items()}
+        kinds = {(side.quantized[n].storage.blocks, w.dtype, w.shape): n for n, w in weights.items()}
         quantizing = most(
             side.quantized[n].storage.need({(dtype, shape): n}) for (_, dtype, shape), n in kinds.items()
         )

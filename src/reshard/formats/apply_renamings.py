@@ -36,7 +36,15 @@ def to_hub(tensors: Iterable[Planned], rules: Rules, config: Mapping[str, Any]) 
         return as_hub
     loaded = applied(originals, rules, config)
     renamed = applied(loaded, saving, config, to_memory=False)
-    return originals if _are(renamed, originals) else renamed
+    is_hub = _are(renamed, originals) or (
+        _are(as_hub, renamed) and _none_in_memory(originals, renamed, loaded)
+    )
+    return originals if is_hub else renamed
+
+
+def _none_in_memory(originals: list[Planned], renamed: list[Planned], loaded: list[Planned]) -> bool:
+    """Whether no name that saving changes is one in memory: the Hub may have two names for the same weight."""
+    return (_names(originals) - _names(renamed)).isdisjoint(_names(loaded))
 
 
 def on_hub(tensors: Mapping[str, Tensor], rules: Rules, config: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -42,8 +42,13 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 KEEPS_ITS_DTYPE = ("e_score_correction_bias", "expert_bias")
 """Router biases are fp32 whatever the model's dtype: transformers and Megatron-Core both keep them so."""
 
-ROUTER_WEIGHT = re.compile(r"\.(?:gate|router)\.(?:\w+\.)*weight$")
-"""The weights of a router, which transformers 5.24 keeps in float32 in most models, whatever the others are in."""
+KEPT_IN_FLOAT32 = re.compile(
+    r"\.(?:gate|router)\.(?:\w+\.)*(?:weight|bias)$|\bhc_(?:attn|ffn|head)_\w+$|\.(?:attn_sink|ape)$"
+)
+"""What transformers 5.24 keeps in float32 in most models, whatever the others are in: the weights of a router.
+
+And in DeepSeek-V4 hyper-connections, attention sinks and positions within a compressed window, by the Hub's names.
+"""
 
 
 class CheckpointKind(Enum):

@@ -5,6 +5,7 @@ Nothing here reads or changes them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -41,7 +42,7 @@ OF_ACTIVATIONS = (
 """Scales that belong to no weight."""
 
 AMBIGUOUS_ROLES = ({"scale"}, {"scales"}, {"g_idx"}, {"{}_shape"}, *({role} for role in FOLDED))
-"""Roles whose names plain models may have, too: alone they do not indicate a quantized weight."""
+"""Roles whose names plain models may have, too: alone they do not indicate a quantized weight, except exponents."""
 
 _MODULES = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude")
 """Settings that list the modules that are not quantized."""
@@ -125,7 +126,13 @@ class Quantization:
         return {key: value for key, value in self.settings.items() if key not in _MODULES}
 
     def __str__(self) -> str:
-        return ", ".join([self.method, *_details(self.settings)])
+        return ", ".join([self.method, *_details(self.settings), *self._schemes])
+
+    @property
+    def _schemes(self) -> list[str]:
+        """How many weights follow each scheme, if they follow several."""
+        counts = Counter(weight.scheme.name for weight in self.weights.values())
+        return [f"{count} weights in {name}" for name, count in counts.items()] if len(counts) > 1 else []
 
     def as_dict(self) -> dict[str, Any]:
         """For `inspect --json`; null for the number of weights if the method is unknown."""
@@ -218,19 +225,25 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"ignore": inner.get("exclude_modules") or [], **inner, **outer}
 
 
+EXPERT_DTYPE = "expert_dtype"
+"""Where config.json of DeepSeek-V4 says that its experts are in FP4, beside the settings of all weights."""
+
 MLX_SETTINGS = "quantization"
 """Where mlx-lm looks for its settings, which have no `quant_method`; it writes them twice."""
 
 
 def settings_as_told(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of config.json for quantization settings."""
-    told = {"quantization_config": settings}
+    beside = {key: value for key, value in settings.items() if key == EXPERT_DTYPE}
+    settings = {key: value for key, value in settings.items() if key != EXPERT_DTYPE}
+    told = {**beside, "quantization_config": settings}
     return told if "quant_method" in settings else {MLX_SETTINGS: settings, **told}
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the same model with plain weights."""
-    plain = {key: value for key, value in config.items() if key not in (*_SETTINGS, MLX_SETTINGS)}
+    quantized = (*_SETTINGS, MLX_SETTINGS, EXPERT_DTYPE)
+    plain = {key: value for key, value in config.items() if key not in quantized}
     if isinstance(plain.get("text_config"), Mapping):
         plain["text_config"] = {k: v for k, v in plain["text_config"].items() if k not in _SETTINGS}
     return plain
@@ -284,8 +297,11 @@ def _grouped(tensors: Mapping[str, Tensor], *, told: bool) -> tuple[dict[str, di
             groups.setdefault(name[: -len(part.local)] + part.weight, {})[part.role] = name
         elif told and last in WEIGHT_NAMES and tensor.dtype.name in (*FP8_DTYPES, *FP4_DTYPES):
             small.add(name)
+    exponents = {name for name, tensor in tensors.items() if tensor.dtype.name == "float8_e8m0fnu"}
     groups = {
-        name: parts for name, parts in groups.items() if name in small or parts.keys() not in AMBIGUOUS_ROLES
+        name: parts
+        for name, parts in groups.items()
+        if name in small or parts.keys() not in AMBIGUOUS_ROLES or not exponents.isdisjoint(parts.values())
     }
     for name in small:
         groups.setdefault(name, {})

@@ -104,9 +104,11 @@ SCHEMES = (
     QuantizationScheme(
         *("FP8", "{}", ("{}_scale_inv",), FP8_DTYPES, 8), methods=("fp8", None), tables=byte_values.FP8
     ),
-    QuantizationScheme("FP4", "{}", ("{}_scale_inv",), FP4_DTYPES, 4),
+    QuantizationScheme(
+        *("MXFP4", "{}", ("{}_scale_inv",), FP4_DTYPES, 4), methods=("fp8",), tables=byte_values.FP4
+    ),
     QuantizationScheme("FP8", "{}", ("scale",), FP8_DTYPES, 8, methods=("fp8",), tables=byte_values.FP8),
-    QuantizationScheme("FP4", "{}", ("scale",), FP4_DTYPES, 4),
+    QuantizationScheme("MXFP4", "{}", ("scale",), FP4_DTYPES, 4, methods=("fp8",), tables=byte_values.FP4),
     # compressed-tensors, FBGEMM, ModelOpt, Quark
     QuantizationScheme(
         *("NVFP4", "{}", ("{}_scale", "{}_scale_2"), FP4_DTYPES, 4),
@@ -189,6 +191,12 @@ class TestedQuantization(NamedTuple):
 
 TESTED = (
     TestedQuantization("transformers (fp8)", "FP8 in blocks", ("transformers",), "fp8, fp8-ue8m0"),
+    TestedQuantization(
+        "transformers (fp8)",
+        "FP8 in blocks with experts in MXFP4 (DeepSeek-V4)",
+        ("transformers",),
+        "fp8-mxfp4",
+    ),
     TestedQuantization("gpt-oss", "MXFP4", ("transformers",), "mxfp4"),
     TestedQuantization("compressed-tensors", "FP8, int8", ("compressed-tensors",)),
     TestedQuantization(

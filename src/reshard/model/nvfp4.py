@@ -27,6 +27,10 @@ class Nvfp4(NamedTuple):
     names: tuple[str, ...] = ("_packed", "_scale", "_global_scale")
     blocks: tuple[int, int] = (1, BLOCK_ELEMENTS)
 
+    def of(self, name: str) -> Nvfp4:
+        """How one weight is stored: all alike."""
+        return self
+
     def parts(
         self,
         name: str,

@@ -11,15 +11,19 @@ from reshard.algebra.tensors import Tensor, least_memory
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError, listed
 from reshard.codecs.encoded_blocks import (
+    E8M0,
     FP8,
+    FP8_E8M0,
     MXFP4,
+    MXFP4_E8M0,
     UE8M0,
     QuantizationMethod,
     QuantizedScales,
     QuantizedValues,
 )
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.quantization import blocks_told, part_of
+from reshard.formats.quantization import EXPERT_DTYPE, blocks_told, part_of
+from reshard.formats.quantization_schemes import STACKED_EXPERTS, QuantizationScheme
 from reshard.model import nvfp4
 from reshard.model.nvfp4 import Nvfp4
 from reshard.transfer.elements import castable
@@ -30,23 +34,31 @@ from reshard.transfer.plan import Planned
 class QuantizedStorage(NamedTuple):
     """The storage of weights for one value of `--quantize`.
 
-    A weight becomes two tensors, named by appending each of `names`. The elements of each of `blocks` share a scale.
+    A weight becomes two tensors with these `roles` in its module. The elements of each of `blocks` share a scale.
+    Weights may be `stacked` experts. `experts` is how routed experts are stored, if that is different.
     """
 
     method: QuantizationMethod
-    names: tuple[str, str]
+    roles: tuple[str, str]
     blocks: tuple[int, int]
+    stacked: bool = False
+    experts: QuantizedStorage | None = None
+
+    def of(self, name: str) -> QuantizedStorage:
+        """How one weight is stored."""
+        return self.experts if self.experts and is_expert(name) else self
 
     def parts(self, name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The values and the scales of a weight [..., rows, columns]; of experts in MXFP4, [expert, in, out]."""
+        """The values and the scales of a weight [..., rows, columns]; of stacked experts, [expert, in, out]."""
         method, (tall, wide) = self.method, self.blocks
-        if method is MXFP4:
+        if self.stacked:
             weight = Tensor(weight.dtype, weight.view.permute(0, 2, 1))
         *outer, rows, columns = weight.shape
         grid = (*outer, -(-rows // tall), -(-columns // wide))
         values = QuantizedValues(name, weight, method, tall, wide)
         scales = QuantizedScales(name, weight, method, tall, wide)
-        shape = (*grid, wide // 2) if method is MXFP4 else weight.shape
+        packed = (rows, columns // method.packed)
+        shape = (*grid, wide // method.packed) if self.stacked else (*outer, *packed)
         return (
             Tensor(values.dtype, View.of(values, *shape)),
             Tensor(scales.dtype, View.of(scales, *grid)),
@@ -57,33 +69,48 @@ class QuantizedStorage(NamedTuple):
         return most(
             MemoryNeed(least_memory(part.view), name)
             for (dtype, shape), name in names.items()
-            for part in self.parts(name, Tensor(dtype, View.of(None, *shape)))
+            for part in self.of(name).parts(name, Tensor(dtype, View.of(None, *shape)))
         )
 
     def planned(self, tensor: Planned) -> Iterator[Planned]:
         """The tensors stored instead of a weight; its view is compiled when one of the two is written."""
         nothing = Tensor(tensor.dtype, View.of(None, *tensor.shape))
         for index, part in enumerate(self.parts(tensor.name, nothing)):
-            yield Planned(
-                f"{tensor.name}{self.names[index]}", part.dtype, part.shape, self._compiler(tensor, index)
-            )
+            name = part_of(tensor.name, self.roles[index])
+            yield Planned(name, part.dtype, part.shape, self._compiler(tensor, index))
 
     def all_planned(self, tensors: Iterable[Planned], chosen: frozenset[str]) -> Iterator[Planned]:
         """All tensors of a folder, with those stored instead of the `chosen`."""
         for tensor in tensors:
-            yield from self.planned(tensor) if tensor.name in chosen else (tensor,)
+            yield from self.of(tensor.name).planned(tensor) if tensor.name in chosen else (tensor,)
 
     def _compiler(self, tensor: Planned, index: int) -> Callable[[], View]:
         return lambda: self.parts(tensor.name, Tensor(tensor.dtype, tensor.source()))[index].view
 
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor is one of a single routed expert."""
+    return bool(_EXPERT.search(name))
+
+
+_INVERSE = ("{}", "{}_scale_inv")
+_OF_DEEPSEEK = ("{}", "scale")
+_MXFP4_ROWS = QuantizedStorage(MXFP4_E8M0, _OF_DEEPSEEK, (1, 32))
+_MXFP4_STACKED = QuantizedStorage(MXFP4, ("{}_blocks", "{}_scales"), (1, 32), stacked=True)
 STORAGES: dict[str, QuantizedStorage | Nvfp4] = {
-    "fp8": QuantizedStorage(FP8, ("", "_scale_inv"), (128, 128)),
-    "fp8-ue8m0": QuantizedStorage(UE8M0, ("", "_scale_inv"), (128, 128)),
-    "mxfp4": (_MXFP4 := QuantizedStorage(MXFP4, ("_blocks", "_scales"), (1, 32))),
+    "fp8": QuantizedStorage(FP8, _INVERSE, (128, 128)),
+    "fp8-ue8m0": QuantizedStorage(UE8M0, _INVERSE, (128, 128)),
+    "fp8-mxfp4": QuantizedStorage(FP8_E8M0, _OF_DEEPSEEK, (128, 128), experts=_MXFP4_ROWS),
+    "mxfp4": _MXFP4_STACKED,
     "nvfp4": Nvfp4(),
 }
 """The values of `--quantize`."""
+
+_MODELS = {"mxfp4": "gpt_oss", "fp8-mxfp4": "deepseek_v4"}
+"""The only model that is stored so, by its `model_type`."""
 
 
 class StoredWeight(NamedTuple):
@@ -99,30 +126,34 @@ def stored_weights(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
     quantization = checkpoint.quantization
     result = {}
     for name, weight in quantization.weights.items() if quantization else ():
-        storage = _storage(quantization.settings, weight.scheme.name) if quantization else None
         scales = checkpoint.tensors[part_of(name, weight.scheme.beside[0])]
+        storage = _storage(quantization.settings, weight.scheme, scales.dtype) if quantization else None
         if storage and scales.dtype == storage.method.stored:
             result[name] = StoredWeight(storage, checkpoint.tensors[weight.values], scales)
     return result
 
 
-def _storage(settings: Mapping[str, Any], scheme: str) -> QuantizedStorage | None:
+def _storage(
+    settings: Mapping[str, Any], scheme: QuantizationScheme, scales: DType
+) -> QuantizedStorage | None:
     """The storage that `settings` describe, if `--quantize` has it."""
-    if scheme == "MXFP4":
-        return _MXFP4
+    if scheme is STACKED_EXPERTS:
+        return _MXFP4_STACKED
     blocks = blocks_told(settings)
-    if scheme != "FP8" or settings.get("quant_method") != "fp8" or not blocks:
+    if settings.get("quant_method") != "fp8" or not blocks:
         return None
+    if scheme.name == "MXFP4":
+        return _MXFP4_ROWS
     method = UE8M0 if settings.get("scale_fmt") == "ue8m0" else FP8
-    return QuantizedStorage(method, ("", "_scale_inv"), blocks)
+    return QuantizedStorage(FP8_E8M0 if scales == E8M0 else method, _INVERSE, blocks)
 
 
-_LAYER = re.compile(r"(?:(?:model|language_model|text_model|llm|thinker|mtp)\.)*layers\.\d+\.(.+)")
-"""Names of decoder layers, excluding those of towers and talkers."""
+_LAYER = re.compile(r"(?:(?:model|language_model|text_model|llm|thinker|mtp)\.)*(?:layers|mtp)\.\d+\.(.+)")
+"""Names of decoder layers, also of multi-token prediction, excluding those of towers and talkers."""
 
 _UNQUANTIZED_MODULES = {
     *("gate", "router", "shared_expert_gate", "eh_proj", "embed_tokens", "shared_head", "conv1d"),
-    *("in_proj_a", "in_proj_b", "in_proj_ba", "weights_proj"),
+    *("in_proj_a", "in_proj_b", "in_proj_ba", "weights_proj", "compressor", "markov_head", "confidence_head"),
 }
 """Modules of a layer that DeepSeek, Qwen, MiniMax and Zhipu leave unquantized in their FP8 folders."""
 
@@ -165,15 +196,16 @@ def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -
     `config` is the model's config. Raises ReshardError if nothing loads such weights for this model.
     """
     storage, tensors = STORAGES[how], list(tensors)
-    if (how == "mxfp4") != (config.get("model_type") == "gpt_oss"):
+    model = config.get("model_type")
+    if _MODELS.get(how, model) != model or (model == "gpt_oss" and how != "mxfp4"):
         raise _not_of_this_model(how, config)
-    stacked = {t.name for t in tensors if _is_stacked(t)}
-    odd = [t for t in tensors if t.name in stacked and (how != "mxfp4" or t.shape[1] % storage.blocks[1])]
-    chosen = frozenset(stacked if how == "mxfp4" else (t.name for t in tensors if _is_linear(t)))
-    if how == "nvfp4":
-        odd += [t for t in tensors if t.name in chosen and t.shape[-1] % storage.blocks[1]]
-    if odd or not chosen:
+    fits = _is_stacked if how == "mxfp4" else _is_linear
+    weights = [t for t in tensors if fits(t)]
+    odd = [t for t in tensors if _is_stacked(t) and how != "mxfp4"]
+    odd += [t for t in weights if _is_odd(t, storage.of(t.name).blocks)]
+    if odd or not weights:
         raise _nothing_fits(how, odd)
+    chosen = frozenset(t.name for t in weights)
     stored = [*storage.all_planned(tensors, chosen)]
     others = [t for t in tensors if t.name not in chosen]
     settings = (
@@ -181,9 +213,14 @@ def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -
         if how == "nvfp4"
         else _settings(how, storage.blocks, others)
     )
-    weights = [t for t in tensors if t.name in chosen]
-    need = storage.need({(t.dtype, t.shape): t.name for t in weights})
-    return QuantizedTensors(stored, settings, _notes(how, storage.blocks, weights), need)
+    kinds = {(is_expert(t.name), t.dtype, t.shape): t.name for t in weights}
+    need = most(storage.need({(dtype, shape): name}) for (_, dtype, shape), name in kinds.items())
+    return QuantizedTensors(stored, settings, _notes(how, storage, weights), need)
+
+
+def _is_odd(weight: Planned, blocks: tuple[int, int]) -> bool:
+    """Whether the rows of a matrix, or the inputs of stacked experts [expert, in, out], do not end with a block."""
+    return blocks[0] == 1 and weight.shape[1] % blocks[1] > 0
 
 
 def _is_cut(size: int, block: int) -> bool:
@@ -191,10 +228,11 @@ def _is_cut(size: int, block: int) -> bool:
     return size > block and size % block > 0
 
 
-def _notes(how: str, blocks: tuple[int, int], chosen: list[Planned]) -> list[str]:
+def _notes(how: str, storage: QuantizedStorage | Nvfp4, chosen: list[Planned]) -> list[str]:
     notes = [f"{len(chosen)} weights are quantized to {how}"]
-    tall, wide = blocks
-    if edges := [t.name for t in chosen if _is_cut(t.shape[-2], tall) or _is_cut(t.shape[-1], wide)]:
+    tall, wide = storage.blocks
+    alike = [t for t in chosen if storage.of(t.name).blocks == storage.blocks]
+    if edges := [t.name for t in alike if _is_cut(t.shape[-2], tall) or _is_cut(t.shape[-1], wide)]:
         notes.append(
             f"{listed(edges, 1)}: the last block is smaller than {tall} × {wide}, as in DeepSeek's own folders; "
             "transformers 5.23 cannot dequantize it on a CPU"
@@ -207,6 +245,9 @@ def _settings(how: str, blocks: tuple[int, int], others: Iterable[Planned]) -> d
     if how == "mxfp4":  # in OpenAI's words
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"modules_to_not_convert": kept, "quant_method": "mxfp4"}
+    if how == "fp8-mxfp4":  # in DeepSeek's words
+        told = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0"}
+        return {**told, "weight_block_size": list(blocks), EXPERT_DTYPE: "fp4"}
     matrices = (
         t.name.removesuffix(".weight") for t in others if len(t.shape) > 1 and t.name.endswith(".weight")
     )
@@ -221,13 +262,17 @@ def _settings(how: str, blocks: tuple[int, int], others: Iterable[Planned]) -> d
 
 
 def _not_of_this_model(how: str, config: Mapping[str, Any]) -> ReshardError:
-    rule = "transformers loads gpt-oss in MXFP4 (experts only), and other models in FP8 or NVFP4"
+    usual = "mxfp4" if config.get("model_type") == "gpt_oss" else "fp8"
+    rule = (
+        "transformers loads gpt-oss in MXFP4 (experts only), and other models in FP8 or NVFP4; "
+        "DeepSeek-V4 only in FP8 with experts in MXFP4"
+    )
     return ReshardError(
         "quantization-method-differs",
         "this model is not stored in this format",
         rule=rule,
         found=f"--quantize {how}, model_type {config.get('model_type')}",
-        remedy=f"pass --quantize {'fp8' if how == 'mxfp4' else 'mxfp4'}",
+        remedy=f"pass --quantize {usual}",
     )
 
 

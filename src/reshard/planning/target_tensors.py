@@ -18,7 +18,7 @@ from reshard.families.transformers_5 import MemoryNames
 from reshard.formats.contract import (
     HUB,
     KEEPS_ITS_DTYPE,
-    ROUTER_WEIGHT,
+    KEPT_IN_FLOAT32,
     Naming,
     PlannedStates,
     Request,
@@ -47,8 +47,9 @@ Typed = Callable[[str, tuple[int, ...]], DType]
 class OutputTypes:
     """The dtype of each tensor of the output: the `wanted` one, or the stored one.
 
-    Routers that the source keeps in float32, beside `weights` of which most are in 16 bits, stay in float32. In a
-    source that is in float32 throughout, or of a format that has `widened` them, they are weights like all others.
+    Routers, and what engines load in float32 anyway, stay in float32 if the source has them so beside `weights` of
+    which most are in 16 bits. In a source that is in float32 throughout, or of a format that has `widened` them, they
+    are weights like all others.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class OutputTypes:
     def _stays(self, name: str, stored: DType) -> bool:
         if name.endswith(KEEPS_ITS_DTYPE):
             return True
-        if stored.name != "float32" or self._widened or not ROUTER_WEIGHT.search(name):
+        if stored.name != "float32" or self._widened or not KEPT_IN_FLOAT32.search(name):
             return False
         return self._stored is not None and self._stored.itemsize == 2
 
