@@ -1,4 +1,4 @@
-"""Plain weights of values and scales, in FP8, MXFP4, NVFP4, int8 and int4, computed when they are read.
+"""Plain weights of values and scales, in FP8, FP6, MXFP4, NVFP4, int8 and int4, computed when they are read.
 
 An element is `dtype(float32(value) · float32(scale of its block))`, rounded once. That is what transformers 5.23 does
 (`Fp8Dequantize` in integrations/finegrained_fp8.py, `convert_moe_packed_tensors` in integrations/mxfp4.py) and what
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import lcm
+from math import gcd, lcm
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import MIN_READ_ELEMENTS, Computed, InputReader, Tensor
 from reshard.codecs.block_grid import BlockGrid, Floats, small_floats
+from reshard.codecs.byte_values import rows_of
 from reshard.codecs.grouped_weights import no_such_group
 from reshard.transfer.elements import CAST_BYTES_EACH, RAW_DTYPES, as_float
 
@@ -38,8 +39,8 @@ _E4M3 = small_floats(4, 3, 7, "fn")
 class WeightKind(NamedTuple):
     """What weights with the same scheme, dtype and settings have in common.
 
-    `table` has the values of each byte. The scale of the complete weight, if it has one, is `applied` to those of its
-    blocks. Scales are `rounded` to the dtype of the weight before they are used, or not.
+    `table` has the values of each byte, or of 12 bits. The scale of the complete weight, if it has one, is `applied`
+    to those of its blocks. Scales are `rounded` to the dtype of the weight before they are used, or not.
     """
 
     table: Floats
@@ -52,7 +53,7 @@ class WeightArithmetic:
     """What weights of one shape have in common.
 
     `shape` is [..., rows, columns], with a scale for each of its `blocks`. A row has `items` items of packed values;
-    `table` maps each byte to its values. `packed`, `scales` and `dtype` are the dtypes of values, scales and weights.
+    `table` maps bytes to their values. `packed`, `scales` and `dtype` are the dtypes of values, scales and weights.
     If the weights are `reordered`, another input names the group of each column; `kind` may require another scale.
     """
 
@@ -67,7 +68,7 @@ class WeightArithmetic:
 
     @cached_property
     def table(self) -> Floats:
-        """The values of each byte, as one item."""
+        """The values of each row of the kind's table, as one item."""
         table = self.kind.table
         items: Floats = table.view(f"u{4 * table.shape[1]}")[:, 0]
         return items
@@ -82,7 +83,7 @@ class WeightArithmetic:
         blocks = self.blocks
         read = rows * (columns * self.items // blocks.columns + 1) * self.packed.itemsize
         read += blocks.scales_of(rows) * blocks.across * (self.scales.itemsize + 20)
-        step = max(BLOCK_ELEMENTS, columns) * (8 + CAST_BYTES_EACH)
+        step = max(BLOCK_ELEMENTS, columns) * (12 + CAST_BYTES_EACH)
         if self.reordered:
             step += max(BLOCK_ELEMENTS, columns) * 8 + blocks.columns * 20
         return read + rows * (columns * self.dtype.itemsize + 24) + step
@@ -140,13 +141,14 @@ class DequantizedWeight(Computed):
     @property
     def _unit(self) -> int:
         """The smallest number of columns that can be computed separately: complete blocks of complete items."""
-        return lcm(self._blocks.wide, self._blocks.columns // self._items)
+        columns = self._blocks.columns
+        return lcm(self._blocks.wide, columns // gcd(columns, self._items))
 
     def runs(self, begin: int, count: int, step: int, length: int, read: InputReader) -> Floats:
         """Some columns, as a row-parallel rank needs them: only the blocks that contain them are computed."""
         first, low = divmod(begin, self._blocks.columns)
-        packed, each, unit = self.inputs[0], self._blocks.columns // self._items, self._unit
-        start, stop = low // unit * unit, min(-(-(low + length) // unit) * unit, self._blocks.columns)
+        packed, unit, items = self.inputs[0], self._unit, self._items
+        start, stop = low // unit * unit, min(-(-(low + length) // unit) * unit, step)
         if (
             step != self._blocks.columns
             or low + length > step
@@ -154,7 +156,7 @@ class DequantizedWeight(Computed):
             or stop - start == step
         ):
             return super().runs(begin, count, step, length, read)
-        part = packed.view[first : first + count, start // each : -(-stop // each)]
+        part = packed.view[first : first + count, start * items // step : -(-stop * items // step)]
         raw = read(Tensor(packed.dtype, part), 0, part.numel)
         out = self._computed(raw, first, first + count, slice(start, stop), read)
         return out[:, low - start : low - start + length].flatten()
@@ -173,7 +175,8 @@ class DequantizedWeight(Computed):
         step = max(1, BLOCK_ELEMENTS // out.shape[1])
         for low in range(0, last - first, step):
             part = slice(low, low + step)
-            values = np.take(self._arithmetic.table, packed[part]).view(np.float32)
+            rows = rows_of(self._arithmetic.kind.table, packed[part])
+            values = np.take(self._arithmetic.table, rows).view(np.float32)
             with np.errstate(over="ignore", invalid="ignore"):  # reported by name as NaN or Inf
                 if groups is None:
                     self._blocks.multiply(values, scales[index[part]])

@@ -15,7 +15,12 @@ from typing import Any
 
 MODELOPT, COMPRESSED_TENSORS = "modelopt", "compressed-tensors"
 
-_FLOATS: dict[tuple[Any, Any], str] = {(8, None): "FP8", (4, 16): "NVFP4", (4, 32): "MX"}
+_FLOATS: dict[tuple[Any, Any], str] = {
+    (8, None): "FP8",
+    (4, 16): "NVFP4",
+    (4, 32): "MXFP4",
+    (6, 32): "MXFP6",
+}
 """The schemes of floats in compressed-tensors, by bits and by the size of groups, if that tells them apart."""
 
 _ALGORITHMS = {

@@ -265,7 +265,8 @@ def find(
     method = settings.get("quant_method") or None
     for name, parts in groups.items():
         schemes = schemes_with(frozenset(parts))
-        fitting = (each for each in schemes if each.has(tensors[parts[each.values]].dtype))
+        roles = {role: tensors[part] for role, part in parts.items()}
+        fitting = (each for each in schemes if each.has(roles[each.values], roles.get(each.inputs[0])))
         scheme = min(fitting, key=lambda each: method not in each.methods, default=None)
         if scheme:
             weights[name] = QuantizedWeight(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.algebra.dtypes import DType
+from reshard.algebra.tensors import Tensor
 from reshard.codecs import byte_values
 from reshard.codecs.block_grid import Floats
 from reshard.formats.module_quantization import COMPRESSED_TENSORS, MODELOPT
@@ -43,7 +43,8 @@ class QuantizationScheme:
     """How a weight is stored. Names are those in its module; {} is the name of the weight itself (`weight`).
 
     `values` names the tensor with its elements of `bits` bits (0: those of its dtype; None: as in the settings), in
-    items of one of `dtypes` (empty: any). The tensors named in `beside` are required to interpret them; those in `more`
+    items of one of `dtypes` (empty: any), of which there may be a number `per_scale` that other schemes with the same
+    parts do not have. The tensors named in `beside` are required to interpret them; those in `more`
     are optional. `shape` computes the weight's shape from that of `values`; None if only the number of elements is
     known.
 
@@ -64,10 +65,13 @@ class QuantizationScheme:
     tables: byte_values.ByteValues = field(default_factory=dict)
     reads: tuple[str, ...] = ()
     applied: Callable[[Floats, Floats], Floats] | None = None
+    per_scale: int | None = None
 
-    def has(self, dtype: DType) -> bool:
-        """Whether its values can have this dtype."""
-        return not self.dtypes or dtype.name in self.dtypes
+    def has(self, values: Tensor, scales: Tensor | None) -> bool:
+        """Whether these can be its values and its first part beside them."""
+        if self.per_scale and (not scales or values.view.numel != self.per_scale * scales.view.numel):
+            return False
+        return not self.dtypes or values.dtype.name in self.dtypes
 
     def of_method(self, settings: Mapping[str, object]) -> bool:
         """Whether weights with these settings of config.json may have the arithmetic of this scheme."""
@@ -141,7 +145,19 @@ SCHEMES = (
         reads=("{}_scale", "{}_global_scale"),
         applied=np.divide,
     ),
-    QuantizationScheme("MX", "{}_packed", ("{}_scale",), BYTE_DTYPES, more=_OFFSETS),
+    QuantizationScheme(
+        *("MXFP6", "{}_packed", ("{}_scale",), ("uint8",), 6),
+        more=_OFFSETS,
+        methods=(COMPRESSED_TENSORS,),
+        tables=byte_values.FP6,
+        per_scale=24,
+    ),
+    QuantizationScheme(
+        *("MXFP4", "{}_packed", ("{}_scale",), BYTE_DTYPES, 4),
+        more=_OFFSETS,
+        methods=(COMPRESSED_TENSORS,),
+        tables=byte_values.FP4,
+    ),
     # gpt-oss
     STACKED_EXPERTS,
     # AutoGPTQ, AutoAWQ, auto-round: packed along either axis

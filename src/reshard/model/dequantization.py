@@ -14,6 +14,7 @@ from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.merged_problems import one_for_all
 from reshard.codecs.block_grid import BlockGrid
+from reshard.codecs.byte_values import values_in
 from reshard.codecs.decoded_blocks import DequantizedWeight, WeightArithmetic, WeightKind
 from reshard.codecs.grouped_weights import grouped, packing_of
 from reshard.formats.checkpoint import Checkpoint
@@ -160,8 +161,8 @@ class _Dequantizer:
         found, (packed, scales, *more) = self._found, inputs
         # Experts of MXFP4 are stored as [expert, out, block, items of a block]; the weight is [expert, in, out].
         axes = 2 if weight.scheme is STACKED_EXPERTS else len(packed.shape) - 1
-        each = packed.dtype.itemsize * kind.table.shape[1]
-        shape = (*packed.shape[:axes], prod(packed.shape[axes:]) * each)
+        size = prod(packed.shape[axes:]) * packed.dtype.itemsize
+        shape = (*packed.shape[:axes], values_in(kind.table, size))
         blocks = _blocks(shape, scales.shape, found) if len(shape) > 1 and all(shape) else None
         if weight.scheme is PACKED_INT and blocks != self._blocks_of_ints(name, told, shape):
             blocks = None  # a row may end in a partly filled item
@@ -200,10 +201,11 @@ class _Dequantizer:
 
 
 def _fits(kind: WeightKind, blocks: tuple[int, int], told: ModuleQuantization, scales: Tensor) -> bool:
-    """Whether scales of NVFP4 are stored in FP8, and of blocks as large as the settings say; of others, neither."""
-    if not kind.applied:
-        return scales.dtype.name != "float8_e4m3fn"
+    """Whether scales of NVFP4 are stored in FP8, and others not; both these and exponents as the settings say."""
     size = told.args.get("group_size") or of_first_group(told.args, "group_size")
+    if not kind.applied:
+        differs = scales.dtype.name == "uint8" and isinstance(size, int) and blocks != (1, size)
+        return scales.dtype.name != "float8_e4m3fn" and not differs
     wide = {size} if isinstance(size, int) else _GROUPS.get(told.how, {16})
     return blocks[0] == 1 and blocks[1] in wide and scales.dtype.name == "float8_e4m3fn"
 

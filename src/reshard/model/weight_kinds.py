@@ -21,7 +21,10 @@ from reshard.formats.quantization import Quantization, QuantizedWeight
 from reshard.formats.quantization_schemes import PACKED_INT
 from reshard.transfer.elements import castable
 
-_FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized")
+_FORMATS = (
+    *("float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized"),
+    *("mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized"),
+)
 """The formats of compressed-tensors whose weights are values times scales."""
 
 
