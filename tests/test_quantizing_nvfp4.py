@@ -19,7 +19,7 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
 from reshard.formats.module_quantization import QuantizationSettings
-from reshard.model.nvfp4 import settings_of
+from reshard.model.compressed_settings import settings_of
 from reshard.model.quantizer import STORAGES, name_in_layer
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.plan import Planned
@@ -199,7 +199,7 @@ def test_towers_are_ignored_whatever_is_before_their_names() -> None:
     ]
     chosen = ["model.layers.0.mlp.up_proj.weight", "mtp.layers.0.mlp.up_proj.weight"]
     others = [Planned(name=f"{name}.weight", **matrix) for name in kept]
-    ignored = settings_of(others, chosen, name_in_layer)["ignore"]
+    ignored = settings_of("nvfp4", others, chosen, name_in_layer)["ignore"]
     assert ignored == ["lm_head", r"re:.*visual\..*", r"re:.*\.mlp\.gate$", r"re:.*mtp\.fc$"]
     settings = QuantizationSettings({"quant_method": "compressed-tensors", "ignore": ignored})
     for name in (*kept, "model.visual.blocks.0.attn.qkv", "model.language_model.layers.0.mlp.gate"):

@@ -3,10 +3,12 @@
     python -m tests.genuine.make_nvfp4 KIND PLAIN OUT EXPECTED
     python -m tests.genuine.make_nvfp4 plain FOLDER EXPECTED
     python -m tests.genuine.make_nvfp4 compress FILE EXPECTED
+    python -m tests.genuine.make_nvfp4 pack PLAIN FOLDER EXPECTED
 
 quantizes the folder PLAIN on a CPU, and writes the folder OUT, and the weights that it stands for to the file EXPECTED.
 KIND is "NVFP4A16", or "mixed": attention in FP8 per channel, everything else in NVFP4. "plain" only does the latter.
-"compress" compresses each weight of a file on its own, whatever it contains. Runs in "llm-compressor".
+"compress" compresses each weight of a file on its own, whatever it contains; "pack" those of the folder PLAIN that have
+scales in FOLDER, with these and the settings there. Runs in "llm-compressor".
 """
 
 from __future__ import annotations
@@ -78,6 +80,22 @@ def compressed(file: Path) -> dict[str, torch.Tensor]:
     return made
 
 
+def packed(plain: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Each weight of a plain folder as compressed-tensors compresses it with the scale that another folder has."""
+    stored = {name: part for file in folder.glob("*.safetensors") for name, part in load_file(file).items()}
+    weights = {name: part for file in plain.glob("*.safetensors") for name, part in load_file(file).items()}
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = QuantizationConfig.model_validate(settings)
+    made = {}
+    for name in [name for name in weights if f"{name}_scale" in stored]:
+        scheme = _scheme_of(name.removesuffix(".weight"), config)
+        compressor = BaseCompressor.get_value_from_registry(scheme.format or config.format)
+        parts = {"weight": weights.pop(name), "weight_scale": stored[f"{name}_scale"]}
+        for role, part in compressor.compress(parts, scheme).items():
+            made[name.removesuffix("weight") + role] = part.contiguous()
+    return weights | made
+
+
 def _scheme_of(module: str, config: QuantizationConfig) -> QuantizationScheme:
     schemes = config.config_groups.values()
     named = [each for each in schemes if any(match_name(module, target) for target in each.targets)]
@@ -89,6 +107,9 @@ def main() -> None:
     kind, *paths = sys.argv[1], *map(Path, sys.argv[2:])
     if kind == "compress":
         save_file(compressed(paths[0]), paths[1])
+        return
+    if kind == "pack":
+        save_file(packed(*paths[:2]), paths[2])
         return
     if kind != "plain":
         quantize(kind, *paths[:2])

@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard.algebra.dtypes import DType, dtype
+from reshard.transfer.elements import Overflows, as_float, cast
 from reshard.transfer.elements import small_floats as small_floats
 
+FLOAT32 = dtype("float32")
 Floats = np.ndarray[Any, Any]
 
 STEP_ELEMENTS = 1 << 15
@@ -82,6 +85,16 @@ class BlockGrid(NamedTuple):
                 rows = np.pad(rows, ((0, 0), (0, -self.columns % self.wide)))
             out[low - first : high - first] = rows.reshape(len(rows), -1, self.wide).max(2)
         return out
+
+
+def raw_floats(values: Floats, kind: DType) -> Floats:
+    """The raw bits of float32 values that are rounded to another dtype."""
+    return cast(np.ascontiguousarray(values, np.float32).view(np.uint32), FLOAT32, kind, Overflows())
+
+
+def rounded_to(values: Floats, kind: DType) -> Floats:
+    """Float32 values rounded to another dtype."""
+    return as_float(raw_floats(values, kind), kind).astype(np.float32)
 
 
 def nearest_codes(values: Floats) -> Floats:

@@ -11,11 +11,19 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.dtypes import dtype
 from reshard.algebra.tensors import MIN_READ_ELEMENTS, Computed, InputReader, Tensor
-from reshard.codecs.block_grid import STEP_ELEMENTS, BlockGrid, Floats, codes_of, nearest_codes, small_floats
+from reshard.codecs.block_grid import (
+    STEP_ELEMENTS,
+    BlockGrid,
+    Floats,
+    codes_of,
+    nearest_codes,
+    rounded_to,
+    small_floats,
+)
 from reshard.codecs.not_finite import not_finite
-from reshard.transfer.elements import Overflows, as_float, cast
+from reshard.transfer.elements import as_float
 
 FLOAT32, UINT8, FP8 = dtype("float32"), dtype("uint8"), dtype("float8_e4m3fn")
 BLOCK_ELEMENTS = 16
@@ -64,17 +72,11 @@ class GlobalScale(Computed):
                 raise not_finite(name, tensor, "NVFP4")
         with np.errstate(over="ignore"):
             least = np.float32(np.finfo(np.float16 if kind.name == "float16" else np.float32).tiny)
-            inverse = _in(
+            inverse = rounded_to(
                 np.float32(1) / np.maximum(largest, least), kind
             )  # as torch divides a number by a tensor
-            scale = _in(inverse * _LARGEST_VALUE, kind)
+            scale = rounded_to(inverse * _LARGEST_VALUE, kind)
         return np.where(np.isfinite(scale), scale, np.float32(1))
-
-
-def _in(values: Floats, kind: DType) -> Floats:
-    """Float32 values rounded to another dtype."""
-    raw = cast(np.ascontiguousarray(values).view(np.uint32), FLOAT32, kind, Overflows())
-    return as_float(raw, kind).astype(np.float32)
 
 
 class _Nvfp4Part(Computed):
@@ -90,7 +92,7 @@ class _Nvfp4Part(Computed):
         kind = self.inputs[0].dtype
         largest = self._blocks.largest(raw, 0, len(raw))
         floats = as_float(largest, kind).astype(np.float32)
-        scales = np.minimum(_in(floats / np.float32(6), kind) * outer, np.float32(448))
+        scales = np.minimum(rounded_to(floats / np.float32(6), kind) * outer, np.float32(448))
         codes = codes_of(np.ascontiguousarray(scales), _TO_FP8)
         return np.where(codes == 0, np.uint8(_SCALE_OF_ZEROS), codes)
 

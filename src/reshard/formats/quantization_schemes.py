@@ -219,6 +219,15 @@ TESTED = (
         "compressed-tensors", "int4 in groups, per channel, actorder", ("compressed-tensors",)
     ),
     TestedQuantization(
+        "compressed-tensors",
+        "int4 of experts in groups of 32 (Kimi-K2.5)",
+        ("compressed-tensors",),
+        "int4",
+    ),
+    TestedQuantization(
+        "compressed-tensors", "MXFP4, MXFP6, MXFP8, mixed", ("compressed-tensors", "llm-compressor")
+    ),
+    TestedQuantization(
         "compressed-tensors", "NVFP4, mixed with FP8", ("compressed-tensors", "llm-compressor"), "nvfp4"
     ),
     TestedQuantization("ModelOpt", "NVFP4, FP8 per tensor and per channel, MXFP8, mixed", ("ModelOpt",)),

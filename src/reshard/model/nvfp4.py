@@ -1,9 +1,8 @@
-"""Quantize weights to NVFP4: which of them share a scale, and what config.json says of it."""
+"""Quantize weights to NVFP4: which of them share a scale."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard.algebra.dtypes import DType
@@ -103,52 +102,3 @@ def _joined_weights(weights: Iterable[Planned]) -> dict[str, tuple[Planned, ...]
             if module in group and all(each in by_name for each in names):
                 groups[name] = tuple(by_name[each] for each in names)
     return groups
-
-
-def settings_of(
-    others: Iterable[Planned], chosen: Iterable[str], inner: Callable[[str], str | None]
-) -> dict[str, object]:
-    """`quantization_config` in the words of compressed-tensors; `others` are the tensors that stay unquantized.
-
-    `inner` returns the rest of a name within its decoder layer. Names in config.json are those of modules in memory,
-    which may have other prefixes, so that modules are named by their ends.
-    """
-    chosen = frozenset(chosen)
-    ends = {inner(name) for name in chosen}
-    matrices = [t.name for t in others if len(t.shape) > 1 and t.name.endswith(".weight")]
-    ignored = dict.fromkeys(["lm_head", *(_pattern(name, inner(name), ends, chosen) for name in matrices)])
-    weights = {
-        "dynamic": False,
-        "group_size": BLOCK_ELEMENTS,
-        "num_bits": 4,
-        "scale_dtype": "torch.float8_e4m3fn",
-        "strategy": "tensor_group",
-        "symmetric": True,
-        "type": "float",
-    }
-    kind = "nvfp4-pack-quantized"
-    group = {"format": kind, "input_activations": None, "targets": ["Linear"], "weights": weights}
-    return {
-        "config_groups": {"group_0": group},
-        "format": kind,
-        "ignore": [*ignored],
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-    }
-
-
-_OUTER = ("model", "language_model", "text_model", "llm", "thinker")
-"""Prefixes that differ between the Hub and memory."""
-
-
-def _pattern(name: str, rest: str | None, ends: Container[str | None], chosen: Iterable[str]) -> str:
-    """What names the module of a weight in memory, and no chosen one: its end in a layer, or its tower."""
-    module = name.removesuffix(".weight")
-    if rest and rest not in ends:
-        return rf"re:.*\.{re.escape(rest.removesuffix('.weight'))}$"
-    parts = module.split(".")
-    while parts[0] in _OUTER and len(parts) > 1:
-        parts.pop(0)
-    if len(parts) > 1 and not any(f".{parts[0]}." in f".{each}" for each in chosen):
-        return rf"re:.*{re.escape(parts[0])}\..*"
-    return module if parts == ["lm_head"] else rf"re:.*{re.escape('.'.join(parts))}$"

@@ -10,6 +10,7 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor, least_memory
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError, listed
+from reshard.codecs import packed_ints
 from reshard.codecs.encoded_blocks import (
     E8M0,
     FP8,
@@ -24,7 +25,7 @@ from reshard.codecs.encoded_blocks import (
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import EXPERT_DTYPE, blocks_told, part_of
 from reshard.formats.quantization_schemes import STACKED_EXPERTS, QuantizationScheme
-from reshard.model import nvfp4
+from reshard.model import compressed_settings
 from reshard.model.nvfp4 import Nvfp4
 from reshard.transfer.elements import castable
 from reshard.transfer.memory_budget import MemoryNeed, most
@@ -34,12 +35,13 @@ from reshard.transfer.plan import Planned
 class QuantizedStorage(NamedTuple):
     """The storage of weights for one value of `--quantize`.
 
-    A weight becomes two tensors with these `roles` in its module. The elements of each of `blocks` share a scale.
-    Weights may be `stacked` experts. `experts` is how routed experts are stored, if that is different.
+    A weight becomes tensors with these `roles` in its module, packed integers if there is no `method`. The elements of
+    each of `blocks` share a scale. Weights may be `stacked` experts. `experts` is how routed experts are stored, if
+    that is different.
     """
 
-    method: QuantizationMethod
-    roles: tuple[str, str]
+    method: QuantizationMethod | None
+    roles: tuple[str, ...]
     blocks: tuple[int, int]
     stacked: bool = False
     experts: QuantizedStorage | None = None
@@ -48,9 +50,11 @@ class QuantizedStorage(NamedTuple):
         """How one weight is stored."""
         return self.experts if self.experts and is_expert(name) else self
 
-    def parts(self, name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def parts(self, name: str, weight: Tensor) -> tuple[Tensor, ...]:
         """The values and the scales of a weight [..., rows, columns]; of stacked experts, [expert, in, out]."""
         method, (tall, wide) = self.method, self.blocks
+        if method is None:
+            return packed_ints.packed_ints(name, weight)
         if self.stacked:
             weight = Tensor(weight.dtype, weight.view.permute(0, 2, 1))
         *outer, rows, columns = weight.shape
@@ -73,7 +77,7 @@ class QuantizedStorage(NamedTuple):
         )
 
     def planned(self, tensor: Planned) -> Iterator[Planned]:
-        """The tensors stored instead of a weight; its view is compiled when one of the two is written."""
+        """The tensors stored instead of a weight; its view is compiled when one of them is written."""
         nothing = Tensor(tensor.dtype, View.of(None, *tensor.shape))
         for index, part in enumerate(self.parts(tensor.name, nothing)):
             name = part_of(tensor.name, self.roles[index])
@@ -104,6 +108,7 @@ STORAGES: dict[str, QuantizedStorage | Nvfp4] = {
     "fp8": QuantizedStorage(FP8, _INVERSE, (128, 128)),
     "fp8-ue8m0": QuantizedStorage(UE8M0, _INVERSE, (128, 128)),
     "fp8-mxfp4": QuantizedStorage(FP8_E8M0, _OF_DEEPSEEK, (128, 128), experts=_MXFP4_ROWS),
+    "int4": QuantizedStorage(None, ("{}_packed", "{}_scale", "{}_shape"), (1, packed_ints.GROUP)),
     "mxfp4": _MXFP4_STACKED,
     "nvfp4": Nvfp4(),
 }
@@ -128,7 +133,7 @@ def stored_weights(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
     for name, weight in quantization.weights.items() if quantization else ():
         scales = checkpoint.tensors[part_of(name, weight.scheme.beside[0])]
         storage = _storage(quantization.settings, weight.scheme, scales.dtype) if quantization else None
-        if storage and scales.dtype == storage.method.stored:
+        if storage and storage.method and scales.dtype == storage.method.stored:
             result[name] = StoredWeight(storage, checkpoint.tensors[weight.values], scales)
     return result
 
@@ -181,6 +186,15 @@ def _is_stacked(tensor: Planned) -> bool:
     return bool(match) and len(tensor.shape) == 3 and tensor.name.endswith(_STACKED)
 
 
+def _is_routed(tensor: Planned) -> bool:
+    """Whether a tensor is the weight of a single routed expert."""
+    return _is_linear(tensor) and is_expert(tensor.name)
+
+
+_CHOSEN: dict[str, Callable[[Planned], bool]] = {"mxfp4": _is_stacked, "int4": _is_routed}
+"""Which weights are quantized, by the value of `--quantize`, unless these are all linear layers."""
+
+
 class QuantizedTensors(NamedTuple):
     """The tensors of a Hugging Face folder, its `quantization_config`, notes for users, and the memory needed."""
 
@@ -199,7 +213,7 @@ def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -
     model = config.get("model_type")
     if _MODELS.get(how, model) != model or (model == "gpt_oss" and how != "mxfp4"):
         raise _not_of_this_model(how, config)
-    fits = _is_stacked if how == "mxfp4" else _is_linear
+    fits = _CHOSEN.get(how, _is_linear)
     weights = [t for t in tensors if fits(t)]
     odd = [t for t in tensors if _is_stacked(t) and how != "mxfp4"]
     odd += [t for t in weights if _is_odd(t, storage.of(t.name).blocks)]
@@ -209,8 +223,8 @@ def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -
     stored = [*storage.all_planned(tensors, chosen)]
     others = [t for t in tensors if t.name not in chosen]
     settings = (
-        nvfp4.settings_of(others, chosen, name_in_layer)
-        if how == "nvfp4"
+        compressed_settings.settings_of(how, others, chosen, name_in_layer)
+        if how in compressed_settings.FORMATS
         else _settings(how, storage.blocks, others)
     )
     kinds = {(is_expert(t.name), t.dtype, t.shape): t.name for t in weights}
@@ -292,7 +306,7 @@ def _nothing_fits(how: str, odd: list[Planned]) -> ReshardError:
             "weight-not-divisible-into-blocks",
             "the rows of a weight are not divisible into blocks",
             tensor=listed([tensor.name for tensor in odd], 1),
-            rule="MXFP4 has one scale for 32 consecutive elements of a row, and NVFP4 one for 16",
+            rule="NVFP4 has one scale for 16 consecutive elements of a row; int4, MXFP4, MXFP6 and MXFP8 one for 32",
             found=str(list(odd[0].shape)),
             remedy="leave out --quantize",
         )
@@ -300,7 +314,7 @@ def _nothing_fits(how: str, odd: list[Planned]) -> ReshardError:
         "nothing-to-quantize",
         "no weight can be quantized",
         rule="--quantize changes the linear layers of decoder layers: two-dimensional floats that are called "
-        "model.layers.N.….weight",
+        "model.layers.N.….weight; --quantize int4 only those of single experts",
         found=f"none of that kind for --quantize {how}",
         remedy="leave out --quantize",
     )
