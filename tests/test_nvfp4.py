@@ -68,7 +68,9 @@ def with_nvfp4(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "qwen3_tied"])
-@pytest.mark.parametrize("kind", ["NVFP4", "mixed", "FP8", "FP8_PER_CHANNEL", "W4A8_NVFP4_FP8", "MXFP8"])
+@pytest.mark.parametrize(
+    "kind", ["NVFP4", "NVFP4_AWQ", "mixed", "FP8", "FP8_PER_CHANNEL", "W4A8_NVFP4_FP8", "MXFP8"]
+)
 def test_as_modelopt_dequantizes(kind: str, name: str, hf_model: Models, tmp_path: Path) -> None:
     plain, source = hf_model(name, dtype="bfloat16"), tmp_path / "source"
     make = [python("modelopt"), "-m", "tests.genuine.make_modelopt", kind]
@@ -84,6 +86,23 @@ def test_as_modelopt_dequantizes(kind: str, name: str, hf_model: Models, tmp_pat
     (source / "config.json").write_text(json.dumps(config))
     reshard.convert(source, tmp_path / "older", to="huggingface", dtype="bfloat16")
     quantized.assert_holds(tmp_path / "older", expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["NVFP4", "W4A16_NVFP4"])
+def test_stacked_experts_as_modelopt_dequantizes_them(kind: str, hf_model: Models, tmp_path: Path) -> None:
+    plain, source = hf_model("gpt_oss", dtype="bfloat16"), tmp_path / "source"
+    make = [python("modelopt"), "-m", "tests.genuine.make_modelopt", kind]
+    subprocess.run([*make, plain, source, tmp_path / "expected.safetensors"], check=True)
+    expected = load_file(tmp_path / "expected.safetensors")
+    assert sum(tensor.ndim == 3 for tensor in expected.values()) == 8
+    reshard.convert(source, tmp_path / "out", to="huggingface", dtype="bfloat16", max_shard_size="50kB")
+    quantized.assert_holds(tmp_path / "out", expected)
+    assert reshard.open(source).checkpoint.parameters == reshard.open(plain).checkpoint.parameters
+    reshard.convert(source, tmp_path / "copy", to="huggingface", max_shard_size="50kB")
+    assert reshard.verify(source, tmp_path / "copy").equal
+    reshard.convert(source, tmp_path / "native", to="megatron", tp=2, etp=1, ep=2, memory="24MiB")
+    assert reshard.verify(source, tmp_path / "native", proof=True)
 
 
 @pytest.mark.slow
@@ -224,10 +243,11 @@ def test_scales_that_are_missing_or_misshapen(packed: bool, hf_model: Models, tm
         ({f"{name}_scale": tensors[f"{name}_scale"].float()}, "quantized-scales-wrong"),
         ({f"{name}_scale": tensors[f"{name}_scale"].flatten()}, "quantized-scales-wrong"),
         ({f"{name}_scale": None}, "quantized-weight-incomplete"),
-        ({name.removesuffix("weight") + "pre_quant_scale": torch.ones(64)}, "quantized-scales-wrong"),
+        ({name.removesuffix("weight") + "pre_quant_scale": torch.ones(63)}, "quantized-scales-wrong"),
+        ({name.removesuffix("weight") + "svdquant_lora_a": torch.ones(4, 64)}, "quantized-scales-wrong"),
     ]
     for changed, code in damaged:
-        if packed and any(key.endswith("pre_quant_scale") for key in changed):
+        if packed and any(key.endswith(("pre_quant_scale", "lora_a")) for key in changed):
             continue
         module = "layers.1", "layers.2"
         both = {

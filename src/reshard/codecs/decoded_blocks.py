@@ -54,7 +54,8 @@ class WeightArithmetic:
 
     `shape` is [..., rows, columns], with a scale for each of its `blocks`. A row has `items` items of packed values;
     `table` maps bytes to their values. `packed`, `scales` and `dtype` are the dtypes of values, scales and weights.
-    If the weights are `reordered`, another input names the group of each column; `kind` may require another scale.
+    If the weights are `reordered`, another input names the group of each column; `kind` may require another scale. If
+    they are `smoothed`, the last input has a factor for each column, by which the rounded weight is multiplied.
     """
 
     shape: tuple[int, ...]
@@ -65,6 +66,7 @@ class WeightArithmetic:
     scales: DType
     dtype: DType
     reordered: bool = False
+    smoothed: bool = False
 
     @cached_property
     def table(self) -> Floats:
@@ -84,7 +86,7 @@ class WeightArithmetic:
         read = rows * (columns * self.items // blocks.columns + 1) * self.packed.itemsize
         read += blocks.scales_of(rows) * blocks.across * (self.scales.itemsize + 20)
         step = max(BLOCK_ELEMENTS, columns) * (12 + CAST_BYTES_EACH)
-        if self.reordered:
+        if self.reordered or self.smoothed:
             step += max(BLOCK_ELEMENTS, columns) * 8 + blocks.columns * 20
         return read + rows * (columns * self.dtype.itemsize + 24) + step
 
@@ -97,8 +99,8 @@ class WeightArithmetic:
 class DequantizedWeight(Computed):
     """A weight [..., rows, columns] of `packed` values, each times the scale of its block.
 
-    `more` are the groups of columns [columns], if these are not in order, and the scale of the complete weight, if
-    there is one.
+    `more` are the groups of columns [columns], if these are not in order, or the scale of the complete weight, if there
+    is one, and the factors of columns [columns], if there are such.
     """
 
     def __init__(
@@ -183,7 +185,15 @@ class DequantizedWeight(Computed):
                 else:
                     values *= scales[index[part]][:, groups]
             out[part] = read.cast(values.view(np.uint32), FLOAT32, self.dtype)
+            if self._arithmetic.smoothed:
+                out[part] = self._smoothed(out[part], columns, read)
         return out
+
+    def _smoothed(self, raw: Floats, columns: slice, read: InputReader) -> Floats:
+        """Raw elements times the factors of their columns, as `disable_pre_quant_scale_and_resmooth` of ModelOpt."""
+        factors, values = self.inputs[-1], as_float(raw, self.dtype).astype(np.float32)
+        values *= _floats(read(factors, columns.start, columns.stop), factors.dtype)
+        return read.cast(values.view(np.uint32), FLOAT32, self.dtype)
 
     def _groups(self, columns: slice, read: InputReader) -> Floats | None:
         """The group of each of these columns; None if columns are in order, which -1 says, too."""
@@ -202,7 +212,7 @@ class DequantizedWeight(Computed):
         tensor, across, kind = self.inputs[1], self._blocks.across, self._arithmetic.kind
         scales = _floats(read(tensor, first * across, last * across), tensor.dtype).reshape(-1, across)
         if kind.applied:
-            outer = _floats(read(self.inputs[-1], 0, 1), self.inputs[-1].dtype)
+            outer = _floats(read(self.inputs[2], 0, 1), self.inputs[2].dtype)
             with np.errstate(all="ignore"):  # reported by name as NaN or Inf
                 return kind.applied(scales, outer)
         if kind.rounded:

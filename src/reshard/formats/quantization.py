@@ -36,6 +36,7 @@ WEIGHT_NAMES = ("weight", "gate_up_proj", "down_proj")
 """Names of weights that may be quantized: that of a linear layer, and those of stacked experts."""
 
 OF_ACTIVATIONS = (
+    *(f"{weight}_input_scale" for weight in WEIGHT_NAMES),
     *("input_scale", "input_scale_ub", "input_global_scale", "input_zero_point", "activation_scale"),
     *("output_scale", "output_zero_point", "q_scale", "k_scale", "v_scale"),
 )

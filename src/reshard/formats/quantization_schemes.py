@@ -38,6 +38,11 @@ def _experts(shape: Shape, wide: Wide) -> Shape:
     return (shape[0], shape[2] * wide(shape[3]), shape[1]) if len(shape) == 4 else shape
 
 
+def _transposed(shape: Shape, wide: Wide) -> Shape:
+    """Stacked experts [expert, in, out], packed along the inputs."""
+    return (shape[0], wide(shape[1]), shape[2]) if len(shape) == 3 else shape
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizationScheme:
     """How a weight is stored. Names are those in its module; {} is the name of the weight itself (`weight`).
@@ -51,7 +56,8 @@ class QuantizationScheme:
     `methods` are the `quant_method`s whose arithmetic is known; None stands for a checkpoint whose config names no
     method, and without any, the method does not matter. If a weight is values times scales, `tables` have the values
     of each byte, by the dtype of the items. The arithmetic `reads` these parts, the scales first; by default only the
-    first of `beside`. The scale of the complete weight, if that is the second, is `applied` to those of its blocks.
+    first of `beside`. The scale of the complete weight, if that is the second, is `applied` to those of its blocks;
+    factors of its columns follow.
     """
 
     name: str
@@ -103,6 +109,12 @@ STACKED_EXPERTS = QuantizationScheme(
     methods=("mxfp4", None),
     tables=byte_values.FP4,
 )
+NVFP4_EXPERTS = QuantizationScheme(
+    *("NVFP4", "{}", ("{}_weight_scale", "{}_weight_scale_2"), FP4_DTYPES, 4, _transposed),
+    tables=byte_values.MODELOPT_FP4,
+    reads=("{}_weight_scale", "{}_weight_scale_2"),
+    applied=np.multiply,
+)
 SCHEMES = (
     # DeepSeek, which names scales differently in its own code, and transformers; experts may be packed FP4
     QuantizationScheme(
@@ -118,9 +130,10 @@ SCHEMES = (
         *("NVFP4", "{}", ("{}_scale", "{}_scale_2"), FP4_DTYPES, 4),
         more=FOLDED,
         tables=byte_values.MODELOPT_FP4,
-        reads=("{}_scale", "{}_scale_2"),
+        reads=("{}_scale", "{}_scale_2", FOLDED[0]),
         applied=np.multiply,
     ),
+    NVFP4_EXPERTS,
     QuantizationScheme(
         *("FP8", "{}", ("{}_scale",), FP8_DTYPES, 8),
         more=(*_OFFSETS, *FOLDED),
@@ -230,6 +243,7 @@ TESTED = (
     TestedQuantization(
         "compressed-tensors", "NVFP4, mixed with FP8", ("compressed-tensors", "llm-compressor"), "nvfp4"
     ),
+    TestedQuantization("ModelOpt", "NVFP4_AWQ, NVFP4 of stacked experts (gpt-oss)", ("ModelOpt",)),
     TestedQuantization("ModelOpt", "NVFP4, FP8 per tensor and per channel, MXFP8, mixed", ("ModelOpt",)),
     TestedQuantization("ModelOpt", "FP8 in blocks"),
     TestedQuantization("AutoAWQ", "4 bits (gemm)", ("AutoAWQ",)),

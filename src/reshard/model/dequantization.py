@@ -28,7 +28,14 @@ from reshard.formats.quantization import (
     part_of,
     refusal,
 )
-from reshard.formats.quantization_schemes import BITSANDBYTES, GROUPED, PACKED_INT, STACKED_EXPERTS, Shape
+from reshard.formats.quantization_schemes import (
+    BITSANDBYTES,
+    GROUPED,
+    NVFP4_EXPERTS,
+    PACKED_INT,
+    STACKED_EXPERTS,
+    Shape,
+)
 from reshard.model import bitsandbytes
 from reshard.model.weight_kinds import disagreements, is_outer, module_of, weight_kind
 from reshard.transfer.elements import castable
@@ -132,6 +139,8 @@ class _Dequantizer:
         more = [tensors[part_of(name, role)] for role in others if part_of(name, role) in tensors]
         unused = [role for role in weight.scheme.more if role not in others]
         extra = [role for role in unused if part_of(name, role) in tensors]
+        if weight.scheme is NVFP4_EXPERTS and len(packed.shape) == len(scales.shape) == 3:
+            packed, scales = (Tensor(each.dtype, each.view.permute(0, 2, 1)) for each in (packed, scales))
         told, kind = self._kind(name, weight)
         assert kind is not None  # others were refused before
         shapes = tuple((tensor.dtype, tensor.shape) for tensor in (packed, scales, *more))
@@ -143,9 +152,9 @@ class _Dequantizer:
             return _misfit(name, packed, scales, found, extra)
         source = DequantizedWeight(packed, scales, arithmetic, more)
         view = View.of(source, *arithmetic.shape)
-        if weight.scheme is not STACKED_EXPERTS:
+        if weight.scheme not in (STACKED_EXPERTS, NVFP4_EXPERTS):
             return Tensor(wanted, view)
-        if (arithmetic.blocks.tall, arithmetic.blocks.wide) == (1, 32):
+        if weight.scheme is STACKED_EXPERTS and (arithmetic.blocks.tall, arithmetic.blocks.wide) == (1, 32):
             source.mxfp4 = packed, scales
         return Tensor(wanted, view.permute(0, 2, 1))
 
@@ -170,6 +179,9 @@ class _Dequantizer:
             return None
         if kind.applied and not is_outer(more[0]):
             return None
+        factors = more[1:] if kind.applied else []
+        if any(each.shape != shape[-1:] or not castable(each.dtype) for each in factors):
+            return None
         groups = more[0] if more and not kind.applied else None
         if groups and (groups.shape != shape[-1:] or groups.dtype.name not in ("int32", "int64")):
             return None
@@ -184,6 +196,7 @@ class _Dequantizer:
             scales.dtype,
             self.wanted,
             groups is not None,
+            bool(factors),
         )
 
     def _blocks_of_ints(self, name: str, told: ModuleQuantization, shape: Shape) -> tuple[int, int] | None:
