@@ -8,15 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.base.errors import ReshardError
+from reshard.model.quantizer import STORAGES
 from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import quantized
+from tests.judges import assert_same_tensors, tensors_of
+from tests.test_quantizing_int4 import odd_weights, read
 
 Models = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
@@ -176,3 +180,65 @@ def test_groups_of_another_size_are_refused(bits: int, hf_model: Models, tmp_pat
     with pytest.raises(ReshardError):
         reshard.convert(source, tmp_path / "out", dtype="bfloat16")
     assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------ written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["mxfp6", "mxfp8"])
+def test_written_as_llm_compressor_writes_it(how: str, hf_model: Models, tmp_path: Path) -> None:
+    plain, theirs, out = hf_model("qwen3_moe", dtype="bfloat16"), tmp_path / "theirs", tmp_path / "out"
+    make = [python("llm-compressor"), "-m", "tests.genuine.make_nvfp4", f"{how.upper()}A16"]
+    subprocess.run([*make, plain, theirs, tmp_path / "expected.safetensors"], check=True)
+    plan = reshard.convert(plain, out, quantize=how, max_shard_size="50kB").plan
+    found = tensors_of(out)
+    assert_same_tensors(found, tensors_of(theirs))
+    chosen = [name for name in found if name.endswith("_scale")]
+    assert f"{len(chosen)} weights are quantized to {how}" in plan.notes
+    subprocess.run([*make[:-1], "plain", out, tmp_path / "read.safetensors"], check=True)
+    assert_same_tensors(
+        load_file(tmp_path / "read.safetensors"), load_file(tmp_path / "expected.safetensors")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["mxfp6", "mxfp8"])
+def test_odd_weights_as_compressed_tensors_compresses_them(how: str, tmp_path: Path) -> None:
+    weights = {name: each for name, each in odd_weights().items() if each.dtype != torch.float16}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    make = [python("llm-compressor"), "-m", "tests.genuine.make_nvfp4", f"compress-{how.upper()}A16"]
+    subprocess.run([*make, tmp_path / "model.safetensors", tmp_path / "expected.safetensors"], check=True)
+    expected, storage = load_file(tmp_path / "expected.safetensors"), STORAGES[how]
+    assert len(expected) == 2 * len(weights)
+    for name, tensor in reshard.open(tmp_path).tensors.items():
+        for part, role in zip(storage.parts(name, tensor), storage.roles, strict=True):
+            found, wanted = read(part), expected[name.removesuffix("weight") + role.format("weight")]
+            assert found.shape == tuple(wanted.shape)
+            np.testing.assert_array_equal(
+                found.view(np.uint8), quantized.bits(wanted).reshape(found.shape), err_msg=name
+            )
+
+
+@pytest.mark.parametrize("how", ["mxfp6", "mxfp8"])
+def test_quantized_twice_it_keeps_its_values(how: str, hf_model: Models, tmp_path: Path) -> None:
+    plain = hf_model("qwen3_moe", dtype="bfloat16")
+    reshard.convert(plain, tmp_path / "one", quantize=how, memory="24MiB")
+    reshard.convert(tmp_path / "one", tmp_path / "native", to="megatron", tp=2, etp=2)
+    reshard.convert(tmp_path / "native", tmp_path / "two", quantize=how)
+    for number in ("one", "two"):
+        reshard.convert(tmp_path / number, tmp_path / f"plain-{number}", dtype="bfloat16")
+    first = tensors_of(tmp_path / "plain-one")
+    if how == "mxfp6":  # in MXFP8, a group whose largest value is 448 gets a scale twice as large
+        assert_same_tensors(tensors_of(tmp_path / "plain-two"), first)
+    for name, tensor in tensors_of(plain).items():
+        off = (tensor.float() - first[name].float()).abs()
+        assert (off <= tensor.float().abs().max() / 14).all(), name
+    found = command("inspect", tmp_path / "one", "--json").json
+    assert found["parameters"] == reshard.open(plain).checkpoint.parameters
+
+
+def test_rows_that_are_no_multiple_of_32(hf_model: Models, tmp_path: Path) -> None:
+    plain = hf_model("qwen3", dtype="bfloat16", intermediate_size=80)
+    with pytest.raises(ReshardError, match="not divisible into blocks"):
+        reshard.convert(plain, tmp_path / "out", quantize="mxfp8")

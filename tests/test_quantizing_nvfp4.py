@@ -111,7 +111,7 @@ def test_odd_weights_as_compressed_tensors_compresses_them(hf_model: Models, tmp
     folder.mkdir()
     save_file(odd_weights(), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_bytes((hf_model("qwen3") / "config.json").read_bytes())
-    make = [python("llm-compressor"), "-m", "tests.genuine.make_nvfp4", "compress"]
+    make = [python("llm-compressor"), "-m", "tests.genuine.make_nvfp4", "compress-NVFP4A16"]
     subprocess.run([*make, folder / "model.safetensors", tmp_path / "expected.safetensors"], check=True)
     expected = load_file(tmp_path / "expected.safetensors")
     with closing(OpenFiles()) as files:

@@ -2,7 +2,7 @@
 
     python -m tests.genuine.make_nvfp4 KIND PLAIN OUT EXPECTED
     python -m tests.genuine.make_nvfp4 plain FOLDER EXPECTED
-    python -m tests.genuine.make_nvfp4 compress FILE EXPECTED
+    python -m tests.genuine.make_nvfp4 compress[-KIND] FILE EXPECTED
     python -m tests.genuine.make_nvfp4 pack PLAIN FOLDER EXPECTED
 
 quantizes the folder PLAIN on a CPU, and writes the folder OUT, and the weights that it stands for to the file EXPECTED.
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from compressed_tensors.utils import match_name
@@ -64,17 +65,18 @@ def decompressed(folder: Path) -> dict[str, torch.Tensor]:
     return stored | made
 
 
-def compressed(file: Path) -> dict[str, torch.Tensor]:
+def compressed(file: Path, kind: str) -> dict[str, torch.Tensor]:
     """Each weight of a file as compressed-tensors compresses it, with the scales that it computes."""
-    scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
-    compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    scheme = preset_name_to_scheme(kind, ["Linear"])
+    compressor = BaseCompressor.get_value_from_registry(infer_module_format(torch.nn.Linear, scheme).value)
     made = {}
     for name, weight in load_file(file).items():
-        groups = weight.unflatten(-1, (-1, 16))
+        groups = weight.unflatten(-1, (-1, scheme.weights.group_size))
         low, high = groups.amin(-1), groups.amax(-1)
-        outer = generate_gparam(low.amin(), high.amax())
+        outer = generate_gparam(low.amin(), high.amax()) if kind.startswith("NV") else None
         scale, _ = calculate_qparams(low, high, scheme.weights, outer)
-        parts = {"weight": weight, "weight_scale": scale.to(weight.dtype), "weight_global_scale": outer}
+        parts = {"weight": weight, "weight_scale": scale.to(weight.dtype)}
+        parts |= {} if outer is None else {"weight_global_scale": outer}
         for role, part in compressor.compress(parts, scheme).items():
             made[name.removesuffix("weight") + role] = part.contiguous()
     return made
@@ -105,8 +107,8 @@ def _scheme_of(module: str, config: QuantizationConfig) -> QuantizationScheme:
 def main() -> None:
     """Quantize a folder, and decompress it."""
     kind, *paths = sys.argv[1], *map(Path, sys.argv[2:])
-    if kind == "compress":
-        save_file(compressed(paths[0]), paths[1])
+    if kind.startswith("compress"):
+        save_file(compressed(paths[0], kind.removeprefix("compress-")), paths[1])
         return
     if kind == "pack":
         save_file(packed(*paths[:2]), paths[2])

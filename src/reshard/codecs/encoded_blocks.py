@@ -1,7 +1,8 @@
-"""FP8 and MXFP4 made of plain weights: values and scales, computed from the elements block by block.
+"""FP8, MXFP4, MXFP6 and MXFP8 made of plain weights: values and scales, computed from the elements block by block.
 
 FP8 as `Fp8Quantize` of transformers 5.23 makes it (integrations/finegrained_fp8.py), in the blocks of 128 × 128 that
-DeepSeek publishes; MXFP4 as `downcast_to_mxfp_torch` of triton_kernels 3.5, with which transformers quantizes gpt-oss.
+DeepSeek publishes; MXFP4 as `downcast_to_mxfp_torch` of triton_kernels 3.5, with which transformers quantizes gpt-oss;
+MXFP6 and MXFP8 as compressed-tensors 0.20 (`generate_mx_scales`).
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class BlockScales(NamedTuple):
 class QuantizationMethod(NamedTuple):
     """How values and scales are computed from a weight, and how they are stored.
 
-    `table` rounds (`nearest_codes`), and `packed` values make an item of dtype `values`. `scales` computes scales from
-    the largest magnitude of each block. A weight is read as `reads`, if that is given, and must be `finite` if the
+    `table` rounds (`nearest_codes`) to codes of `bits`, which are packed in bytes of dtype `values`. `scales` computes
+    scales from the largest magnitude of each block. A weight is read as `reads`, if that is given, and must be `finite` if the
     format has no code for NaN or Inf.
     """
 
     table: Floats
     values: DType
-    packed: int
+    bits: int
     stored: DType
     scales: Callable[[Floats], BlockScales]
     reads: DType | None = None
@@ -80,12 +81,26 @@ def _mx_scales(largest: Floats) -> BlockScales:
     return BlockScales(exponents.astype(np.uint8), factors)
 
 
+def _scales_below(step: int, offset: int) -> Callable[[Floats], BlockScales]:
+    """Exponents of powers of two, `offset` below that of the largest magnitude to whose bits `step` is added."""
+
+    def scales(largest: Floats) -> BlockScales:
+        exponents = ((largest.view(np.uint32) + np.uint32(step)) >> 23).astype(np.int32) - offset
+        exponents = np.clip(exponents, 0, 254)
+        return BlockScales(exponents.astype(np.uint8), np.ldexp(np.float32(1), 127 - exponents))
+
+    return scales
+
+
 _E4M3 = nearest_codes(small_floats(4, 3, 7, "fn"))
 _E2M1 = nearest_codes(small_floats(2, 1, 1))
-FP8 = QuantizationMethod(_E4M3, dtype("float8_e4m3fn"), 1, FLOAT32, _fp8_scales)
-UE8M0 = QuantizationMethod(_E4M3, dtype("float8_e4m3fn"), 1, FLOAT32, _ue8m0_scales)
+_E2M3 = nearest_codes(small_floats(2, 3, 1))
+FP8 = QuantizationMethod(_E4M3, dtype("float8_e4m3fn"), 8, FLOAT32, _fp8_scales)
+UE8M0 = FP8._replace(scales=_ue8m0_scales)
 FP8_E8M0 = UE8M0._replace(stored=E8M0, scales=_e8m0_scales)
-MXFP4 = QuantizationMethod(_E2M1, UINT8, 2, UINT8, _mx_scales, reads=BFLOAT16, finite=True)
+MXFP4 = QuantizationMethod(_E2M1, UINT8, 4, UINT8, _mx_scales, reads=BFLOAT16, finite=True)
+MXFP6 = QuantizationMethod(_E2M3, UINT8, 6, UINT8, _scales_below(1 << 19, 2), finite=True)
+MXFP8 = QuantizationMethod(_E4M3, FP8.values, 8, UINT8, _scales_below(1 << 21, 8), finite=True)
 MXFP4_E8M0 = MXFP4._replace(values=dtype("int8"), stored=E8M0)
 
 
@@ -106,7 +121,7 @@ class _QuantizedPart(Computed):
         largest = blocks.largest(raw, first, last)
         floats = as_float(largest, weight.dtype).astype(np.float32, copy=False)
         if self._method.finite and not np.isfinite(floats).all():
-            raise not_finite(self._name, self.inputs[0], "MXFP4")
+            raise not_finite(self._name, self.inputs[0], "an MX format")
         return raw, begin, floats
 
     def _memory_for_rows(self, scales: int, rows: int) -> int:
@@ -159,7 +174,7 @@ class QuantizedValues(_QuantizedPart):
 
     def memory_for(self, count: int) -> int:
         blocks = self._blocks
-        rows = count * self._method.packed // blocks.columns + 2
+        rows = count * 8 // (self._method.bits * blocks.columns) + 2
         return (
             self._memory_for_rows(blocks.scales_of(rows), rows + 2 * blocks.tall)
             + rows * (blocks.columns + 24)
@@ -167,8 +182,8 @@ class QuantizedValues(_QuantizedPart):
         )
 
     def values(self, begin: int, end: int, read: InputReader) -> Floats:
-        blocks, packed = self._blocks, self._method.packed
-        items = blocks.columns // packed  # per row
+        blocks = self._blocks
+        items = blocks.columns * self._method.bits // 8  # per row
         first, last = begin // items, -(-end // items)
         index = blocks.of_rows(first, last)
         raw, start, largest = self._read(int(index[0]), int(index[-1]) + 1, read)
@@ -187,7 +202,16 @@ class QuantizedValues(_QuantizedPart):
         with np.errstate(invalid="ignore"):  # NaN and Inf are reported by name
             self._blocks.multiply(values, factors)
         codes = codes_of(values, self._method.table)
-        if self._method.packed == 1:
-            return codes
+        return _packed(codes, self._method.bits)
+
+
+def _packed(codes: Floats, bits: int) -> Floats:
+    """Rows of codes of 8, 6 or 4 bits in bytes, beginning at the lowest bit."""
+    if bits == 8:
+        return codes
+    if bits == 4:
         halves: Floats = codes[:, 0::2] | codes[:, 1::2] << 4
         return halves
+    fours = codes.reshape(len(codes), -1, 4).astype("<u4") << np.arange(0, 24, 6, dtype="<u4")
+    words: Floats = np.bitwise_or.reduce(fours, 2).astype("<u4")
+    return words.view(np.uint8).reshape(len(codes), -1, 4)[:, :, :3].reshape(len(codes), -1)

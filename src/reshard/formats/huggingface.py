@@ -174,7 +174,7 @@ def _divided(
     return files
 
 
-QUANTIZED = ("fp8", "fp8-ue8m0", "fp8-mxfp4", "int4", "mxfp4", "nvfp4")
+QUANTIZED = ("fp8", "fp8-ue8m0", "fp8-mxfp4", "int4", "mxfp4", "mxfp6", "mxfp8", "nvfp4")
 """The values of `--quantize`: `model/quantizer.py` computes them."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 """Suffixes of files of weights on the Hub."""

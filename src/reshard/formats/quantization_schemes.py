@@ -238,7 +238,10 @@ TESTED = (
         "int4",
     ),
     TestedQuantization(
-        "compressed-tensors", "MXFP4, MXFP6, MXFP8, mixed", ("compressed-tensors", "llm-compressor")
+        "compressed-tensors", "MXFP6, MXFP8", ("compressed-tensors", "llm-compressor"), "mxfp6, mxfp8"
+    ),
+    TestedQuantization(
+        "compressed-tensors", "MXFP4, mixed with MXFP6", ("compressed-tensors", "llm-compressor")
     ),
     TestedQuantization(
         "compressed-tensors", "NVFP4, mixed with FP8", ("compressed-tensors", "llm-compressor"), "nvfp4"

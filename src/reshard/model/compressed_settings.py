@@ -9,6 +9,7 @@ from typing import Any
 from reshard.transfer.plan import Planned
 
 _IN_GROUPS = {"dynamic": False, "group_size": 32, "strategy": "group", "symmetric": True}
+_EXPONENTS = {"scale_dtype": "torch.uint8", "type": "float", "zp_dtype": "torch.uint8"}
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "nvfp4": (
         "nvfp4-pack-quantized",
@@ -22,6 +23,8 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
             "type": "float",
         },
     ),
+    "mxfp6": ("mxfp6-pack-quantized", {**_IN_GROUPS, **_EXPONENTS, "num_bits": 6}),
+    "mxfp8": ("mxfp8-quantized", {**_IN_GROUPS, **_EXPONENTS, "num_bits": 8}),
     "int4": ("pack-quantized", {**_IN_GROUPS, "num_bits": 4, "type": "int"}),
 }
 """The format, and how weights are quantized, by the value of `--quantize`."""

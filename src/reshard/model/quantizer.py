@@ -17,6 +17,8 @@ from reshard.codecs.encoded_blocks import (
     FP8_E8M0,
     MXFP4,
     MXFP4_E8M0,
+    MXFP6,
+    MXFP8,
     UE8M0,
     QuantizationMethod,
     QuantizedScales,
@@ -61,8 +63,8 @@ class QuantizedStorage(NamedTuple):
         grid = (*outer, -(-rows // tall), -(-columns // wide))
         values = QuantizedValues(name, weight, method, tall, wide)
         scales = QuantizedScales(name, weight, method, tall, wide)
-        packed = (rows, columns // method.packed)
-        shape = (*grid, wide // method.packed) if self.stacked else (*outer, *packed)
+        shape = (*outer, rows, columns * method.bits // 8)
+        shape = (*grid, wide * method.bits // 8) if self.stacked else shape
         return (
             Tensor(values.dtype, View.of(values, *shape)),
             Tensor(scales.dtype, View.of(scales, *grid)),
@@ -110,6 +112,8 @@ STORAGES: dict[str, QuantizedStorage | Nvfp4] = {
     "fp8-mxfp4": QuantizedStorage(FP8_E8M0, _OF_DEEPSEEK, (128, 128), experts=_MXFP4_ROWS),
     "int4": QuantizedStorage(None, ("{}_packed", "{}_scale", "{}_shape"), (1, packed_ints.GROUP)),
     "mxfp4": _MXFP4_STACKED,
+    "mxfp6": QuantizedStorage(MXFP6, ("{}_packed", "{}_scale"), (1, 32)),
+    "mxfp8": QuantizedStorage(MXFP8, ("{}", "{}_scale"), (1, 32)),
     "nvfp4": Nvfp4(),
 }
 """The values of `--quantize`."""
