@@ -36,8 +36,8 @@ class QuantizationMethod(NamedTuple):
     """How values and scales are computed from a weight, and how they are stored.
 
     `table` rounds (`nearest_codes`) to codes of `bits`, which are packed in bytes of dtype `values`. `scales` computes
-    scales from the largest magnitude of each block. A weight is read as `reads`, if that is given, and must be `finite` if the
-    format has no code for NaN or Inf.
+    scales from the largest magnitude of each block. A weight is read as `reads`, if that is given, and must be `finite`
+    if the format has no code for NaN or Inf.
     """
 
     table: Floats
