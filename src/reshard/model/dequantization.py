@@ -177,10 +177,7 @@ class _Dequantizer:
             blocks = None  # a row may end in a partly filled item
         if blocks is None or not _is_scale(scales.dtype) or not _fits(kind, blocks, told, scales):
             return None
-        if kind.applied and not is_outer(more[0]):
-            return None
-        factors = more[1:] if kind.applied else []
-        if any(each.shape != shape[-1:] or not castable(each.dtype) for each in factors):
+        if kind.applied and not _are_outer(more, shape[-1]):
             return None
         groups = more[0] if more and not kind.applied else None
         if groups and (groups.shape != shape[-1:] or groups.dtype.name not in ("int32", "int64")):
@@ -196,7 +193,7 @@ class _Dequantizer:
             scales.dtype,
             self.wanted,
             groups is not None,
-            bool(factors),
+            bool(kind.applied and more[1:]),
         )
 
     def _blocks_of_ints(self, name: str, told: ModuleQuantization, shape: Shape) -> tuple[int, int] | None:
@@ -221,6 +218,13 @@ def _fits(kind: WeightKind, blocks: tuple[int, int], told: ModuleQuantization, s
         return scales.dtype.name != "float8_e4m3fn" and not differs
     wide = {size} if isinstance(size, int) else _GROUPS.get(told.how, {16})
     return blocks[0] == 1 and blocks[1] in wide and scales.dtype.name == "float8_e4m3fn"
+
+
+def _are_outer(more: Sequence[Tensor], columns: int) -> bool:
+    """Whether these are the scale of a complete weight and, if there are more, factors of its columns."""
+    outer, *factors = more
+    fit = all(each.shape == (columns,) and castable(each.dtype) for each in factors)
+    return fit and is_outer(outer)
 
 
 def _is_scale(stored: DType) -> bool:
