@@ -74,6 +74,9 @@ def plain(folder: Path) -> Path:
         if name.startswith("layers.2.") and "compressor" not in name:
             tensors[name.replace("layers.2.", "mtp.0.")] = tensor.flip(0).contiguous()
     tensors |= {f"mtp.0.{each}_proj.weight": torch.randn(256, 256).bfloat16() for each in "eh"}
+    norms = {f"mtp.0.{each}.weight": tensors["norm.weight"].flip(0) for each in ("enorm", "hnorm", "norm")}
+    ends = {f"mtp.0.{name}": each.flip(0) for name, each in tensors.items() if name.startswith("hc_head_")}
+    tensors |= {name: each.contiguous() for name, each in {**norms, **ends}.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
