@@ -160,7 +160,54 @@ def _in_a_run(there: Path) -> None:
     shutil.move("src", "run/step-3")
 
 
+def less(begin: str) -> Change:
+    """Remove the tensors whose names begin so, of any dtype."""
+
+    def change(there: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        path = there / "src" / "model.safetensors"
+        kept = {name: each for name, each in load_file(path).items() if not name.startswith(begin)}
+        save_file(kept, path, metadata={"format": "pt"})
+
+    return change
+
+
+def _trained_without_a_norm(there: Path) -> None:
+    """A run with states, of which a norm was not saved, and the complete model."""
+
+    def change(metadata: DcpMetadata) -> None:
+        for key in [key for key in metadata.tensors if key.endswith("model.norm.weight")]:
+            del metadata.tensors[key]
+
+    assert reshard("convert", "src", "base", "--no-tokenizer").code == 0
+    assert reshard("convert", "src", "dcp", *STATES_IN_DCP, "--no-tokenizer").code == 0
+    edit_metadata(there / "dcp", change)
+
+
+FILLED = "convert src dst --no-tokenizer --fill-from base"
 CASES: dict[str, list[Case]] = {
+    "fill-quantization-differs": [Case({"src": "fp8", "base": "qwen3"}, FILLED, {}, less("lm_head."))],
+    "filled-tensors-without-states": [
+        Case(
+            VERL,
+            "convert dcp dst --to megatron --no-tokenizer --with-optimizer --fill-from base",
+            {},
+            _trained_without_a_norm,
+        )
+    ],
+    "untied-head-missing": [Case(PLAIN, TO_MEGATRON, {"DIR": "base"}, less("lm_head."))],
+    "model-part-missing": [
+        Case(
+            {"src": "qwen3_vl", "base": "qwen3_vl"},
+            f"{TO_MEGATRON} --no-tokenizer",
+            {"DIR": "base"},
+            less("model.visual."),
+        )
+    ],
+    "format-without-muon": [
+        Case({"src": "data megatron-muon/layers"}, "convert src dst --to dcp --no-tokenizer --with-optimizer")
+    ],
     "fsdp-order-unknown": [
         Case(
             VERL,

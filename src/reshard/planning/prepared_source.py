@@ -78,7 +78,7 @@ def _without_states(checkpoint: Checkpoint) -> Problem:
         tensor=listed(checkpoint.filled, 3),
         file=str(checkpoint.path),
         rule="an optimizer has a state for each weight that it trains",
-        remedy="leave out --with-optimizer, or --fill-from",
+        remedy="leave out --with-optimizer to convert the weights alone",
     )
 
 
