@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import load_file, save_file
 
 import reshard
@@ -66,6 +67,63 @@ def test_what_no_layer_reads_is_kept_where_it_has_a_place(sharing: Path, tmp_pat
     assert_same_tensors(
         tensors_of(tmp_path / "back"), {name: hub[name] for name in hub if name not in unread}
     )
+
+
+def test_gates_of_a_head_that_training_made_different_are_refused(tmp_path: Path) -> None:
+    """megatron-core has a gate for each dimension, and Step-3.5 one for each head."""
+    base, there = make_model_type("step3p5", tmp_path / "base"), tmp_path / "there"
+    reshard.convert(base, there, to="megatron", engine="megatron-bridge", etp=1)
+    gate = load_file(base / "model.safetensors")["model.layers.1.self_attn.g_proj.weight"][2]
+    row = gate.view(torch.uint8).numpy().tobytes()
+    [file] = [each for each in (there / "release").glob("*.distcp") if row in each.read_bytes()]
+    data = file.read_bytes()
+    assert data.count(row) == 16
+    last = data.rindex(row)
+    file.write_bytes(data[:last] + bytes([row[0] ^ 1]) + data[last + 1 :])
+    with pytest.raises(
+        ReshardError, match=r"(?s)stored twice.*layers\.1\.self_attn\.g_proj.*training changed"
+    ):
+        reshard.convert(there, tmp_path / "back", base=base)
+    assert not (tmp_path / "back").exists()
+
+
+def test_an_adapter_gives_every_repetition_of_a_gate_the_same_change(tmp_path: Path) -> None:
+    """What Megatron-Bridge trained of them differs from row to row."""
+    base, peft = make_model_type("step3p5_without_mtp", tmp_path / "base"), tmp_path / "peft"
+    peft.mkdir()
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["g_proj"]}
+    (peft / "adapter_config.json").write_text(json.dumps(settings))
+    weights = {name: each for name, each in tensors_of(base).items() if name.endswith(".g_proj.weight")}
+    pairs: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        pairs[f"{module}.lora_A.weight"] = torch.randn(2, weight.shape[1])
+        pairs[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], 2)
+    save_file(pairs, peft / "adapter_model.safetensors")
+    reshard.convert(peft, tmp_path / "there", to="megatron", engine="megatron-bridge", base=base)
+    stored = as_torch_reads(next((tmp_path / "there").glob("*/.metadata")).parent)
+    own = next(each for name, each in stored.items() if "layers.1." in name and "linear_out" in name)
+    wanted = pairs["base_model.model.model.layers.1.self_attn.g_proj.lora_B.weight"]
+    gates = own.reshape(4, 6, 16, 2)[:, 2:4].reshape(8, 16, 2)
+    assert torch.equal(gates, wanted.reshape(8, 1, 2).expand(8, 16, 2))
+    with pytest.raises(ReshardError, match="each repetition of a weight"):
+        reshard.convert(tmp_path / "there", tmp_path / "back", to="peft", base=base)
+
+
+def test_repetitions_have_states_of_their_own(tmp_path: Path) -> None:
+    base = make_model_type("step3p5", tmp_path / "base")
+    model = tensors_of(base)
+    state = {
+        name: {"exp_avg": each.float(), "exp_avg_sq": each.float() ** 2, "step": torch.tensor(1.0)}
+        for name, each in model.items()
+    }
+    groups = [{"lr": 1e-3, "params": list(model)}]
+    saved = {"model": model, "optim": {"state": state, "param_groups": groups}}
+    torch.distributed.checkpoint.save(saved, checkpoint_id=tmp_path / "run", no_dist=True)
+    with pytest.raises(ReshardError, match="with optimizer states of their own"):
+        reshard.convert(
+            *(tmp_path / "run", tmp_path / "there"), to="megatron", base=base, with_optimizer=True
+        )
 
 
 def test_keys_stack_the_layers_with_a_window_and_those_without(tmp_path: Path) -> None:

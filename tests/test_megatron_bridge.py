@@ -40,7 +40,8 @@ NEWER = {
     "minimax_m3_vl": MOE_LAYOUTS,
     **dict.fromkeys(("exaone4", "ministral3"), LAYOUTS),
     **dict.fromkeys(("gemma4_text", "gemma4"), TENSOR_RANKS),  # whose dense model has no pipeline stages
-    **dict.fromkeys(("gemma4_moe", "gemma4_sees_moe"), MOE_LAYOUTS),
+    **dict.fromkeys(("gemma4_moe", "gemma4_sees_moe", "step3p5_without_mtp"), MOE_LAYOUTS),
+    "step3p5": ((1, 1, 1), (2, 1, 2)),  # it takes MTP layers of later stages for layers without a window
 }
 """Those that only the latest release builds."""
 ALL = {**NAMES, **NEWER}

@@ -83,6 +83,7 @@ EVERYTHING = Dims(
     output_groups=2,
     output_lora=8,
     window_groups=2,
+    window_heads=4,
     value_head=0,
     lightning=(0, 2),
 )

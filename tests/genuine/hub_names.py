@@ -376,6 +376,84 @@ def mimo_v2_flash(config: Config, tensors: Tensors) -> None:
         }
 
 
+def step3p5(config: Config, tensors: Tensors) -> None:
+    """From Qwen3: the names and keys of stepfun-ai/Step-3.5-Flash, with MTP layers unless the config has none."""
+    drawn = torch.Generator().manual_seed(0)
+
+    def put(name: str, *shape: int) -> None:
+        tensors[f"{name}.weight"] = torch.randn(shape, generator=drawn).bfloat16()
+
+    layers, hidden, size, experts, sparse = config["num_hidden_layers"], config["hidden_size"], 16, 4, (2, 3)
+    predicted = config.setdefault("num_nextn_predict_layers", 2)
+    kinds = [
+        "full_attention",
+        *["sliding_attention"] * 2,
+        "full_attention",
+        *["sliding_attention"] * predicted,
+    ]
+    for name in [name for name in tensors if name.startswith("model.layers.")]:
+        del tensors[name]
+    for layer, kind in enumerate(kinds):
+        prefix, (heads, groups) = f"model.layers.{layer}", (8, 4) if kind != "full_attention" else (4, 2)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            put(f"{prefix}.{norm}", hidden)
+        for name, rows in {"q": heads * size, "k": groups * size, "v": groups * size, "g": heads}.items():
+            put(f"{prefix}.self_attn.{name}_proj", rows, hidden)
+        put(f"{prefix}.self_attn.o_proj", hidden, heads * size)
+        put(f"{prefix}.self_attn.q_norm", size)
+        put(f"{prefix}.self_attn.k_norm", size)
+        dense = {"share_expert": 32} if layer in sparse else {"mlp": config["intermediate_size"]}
+        for module, width in dense.items():
+            put(f"{prefix}.{module}.gate_proj", width, hidden)
+            put(f"{prefix}.{module}.up_proj", width, hidden)
+            put(f"{prefix}.{module}.down_proj", hidden, width)
+        if layer in sparse:
+            put(f"{prefix}.moe.gate", experts, hidden)
+            put(f"{prefix}.moe.gate_proj", experts, 24, hidden)
+            put(f"{prefix}.moe.up_proj", experts, 24, hidden)
+            put(f"{prefix}.moe.down_proj", experts, hidden, 24)
+            bias = torch.randn(experts, generator=drawn)
+            tensors[f"{prefix}.moe.router_bias"] = bias.bfloat16().float()
+        if layer >= layers:
+            for norm in ("enorm", "hnorm", "transformer.shared_head.norm"):
+                put(f"{prefix}.{norm}", hidden)
+            put(f"{prefix}.eh_proj", hidden, 2 * hidden)
+            output = tensors["lm_head.weight"].clone()
+            tensors[f"{prefix}.transformer.shared_head.output.weight"] = output
+    windows = {"attention_type": "sliding_attention", "num_attention_heads": 8, "num_attention_groups": 4}
+    each_window = [10000.0] * predicted
+    for key in ("num_key_value_heads", "rope_parameters", "hidden_act", "use_sliding_window"):
+        config.pop(key)
+    config |= {
+        "model_type": "step3p5",
+        "architectures": ["Step3p5ForCausalLM"],
+        "max_seq_len": config["max_position_embeddings"],
+        "num_attention_heads": 4,
+        "num_attention_groups": 2,
+        "head_dim": size,
+        "use_qk_norm": True,
+        "zero_centered": True,
+        "use_head_wise_attn_gate": True,
+        "attention_other_setting": {**windows, "head_dim": size, "true_head_dim": size},
+        "sliding_window": 8,
+        "layer_types": kinds,
+        "rope_theta": [5000000.0, 10000.0, 10000.0, 5000000.0, *each_window],
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, *[1.0] * predicted],
+        "swiglu_limits": [0.0, 0.0, 0.0, 7.0, *[0.0] * predicted],
+        "swiglu_limits_shared": [0.0, 0.0, 16.0, 0.0, *[0.0] * predicted],
+        "moe_layers_enum": ",".join(map(str, sparse)),
+        "moe_num_experts": experts,
+        "moe_top_k": 2,
+        "moe_intermediate_size": 24,
+        "share_expert_dim": 32,
+        "moe_router_activation": "sigmoid",
+        "moe_router_scaling_factor": 3.0,
+        "use_moe_router_bias": True,
+        "need_fp32_gate": True,
+        "norm_expert_weight": True,
+    }
+
+
 def bailing_hybrid(config: Config, tensors: Tensors) -> None:
     """From DeepSeek-V3: linear attention in all layers but the last of each group, as in inclusionAI/Ling-2.5-1T."""
     drawn = torch.Generator().manual_seed(0)

@@ -66,6 +66,7 @@ from tests.genuine.tiny_configs import (
     QWEN3_VISION,
     SEES,
     SPARSE,
+    STEP,
     TEXT,
 )
 
@@ -127,6 +128,10 @@ TYPES: dict[str, Tiny] = {
         {**LATENT, "num_hidden_layers": 4, "num_nextn_predict_layers": 1},
         hub=hub_names.bailing_hybrid,
         code=(CODE,),
+    ),
+    "step3p5": Tiny("Qwen3ForCausalLM", STEP, hub=hub_names.step3p5),
+    "step3p5_without_mtp": Tiny(
+        "Qwen3ForCausalLM", {**STEP, "num_nextn_predict_layers": 0}, hub=hub_names.step3p5
     ),
     "mimo_v2_flash": Tiny("MiMoV2FlashForCausalLM", MIMO_V2_FLASH, hub=hub_names.mimo_v2_flash, code=(CODE,)),
     "deepseek_v4": Tiny("DeepseekV4ForCausalLM", DEEPSEEK_V4, hub=hub_names.deepseek_v4),

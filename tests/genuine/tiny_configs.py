@@ -56,6 +56,7 @@ DELTA_MOE = {
     "shared_expert_intermediate_size": 40,
 }
 DELTA_VISION = {key: value for key, value in QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
+STEP = {**EVEN, "num_hidden_layers": 4, "head_dim": 16}
 PARTIAL_ROPE = {**PLAIN_ROPE, "partial_rotary_factor": 0.5}
 # What transformers 5 does not know of it, it keeps and saves, as the Hub has it.
 MINIMAX_M2 = {

@@ -16,7 +16,7 @@ Megatron-Bridge, `tuners/lora.py` of mcore-bridge, `megatron_lm_utils.py` of ms-
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -65,7 +65,15 @@ def under_hub_names(checkpoint: Checkpoint, config: Mapping[str, Any] | None) ->
         for native in dict.fromkeys(str(piece.source) for piece in bound.view.pieces):
             owners.setdefault(native, []).append((hub, bound))
     tensors: dict[str, Tensor] = {}
-    problems = list(_mixed_rank_problems(checkpoint, dims))
+    repeated = {str(source) for _, bound in binding.repeats for source in bound.sources}
+    problems = [
+        *_mixed_rank_problems(checkpoint, dims),
+        *(
+            _repeated_problem(name, each)
+            for name, each in checkpoint.tensors.items()
+            if _trains(name, repeated)
+        ),
+    ]
     for name, tensor in checkpoint.tensors.items():
         parts = dict(_under_hub_names(name, tensor, owners))
         if family.live:
@@ -100,6 +108,25 @@ def _under_hub_names(
                 view = rows_like(bound.view, view.shape[1]).through(_constant_view(view))
         module = hub.removesuffix(".weight")
         yield f"{module}.lora_{part.side}.{part.name}.weight", Tensor(tensor.dtype, view)
+
+
+def _trains(name: str, weights: Collection[str]) -> bool:
+    """Whether a tensor of an adapter changes the rows of one of the `weights`."""
+    part = _parse(name)
+    if part:
+        return part.side == "B" and f"{part.module}.weight" in weights
+    return bool(_SAVED.search(name)) and _WRAPPERS.sub("", _SAVED.sub("", name)) in weights
+
+
+def _repeated_problem(name: str, tensor: Tensor) -> Problem:
+    return Problem(
+        "adapter-changes-repeats",
+        "this adapter changes each repetition of a weight by itself",
+        tensor=name,
+        file=tensor.file,
+        rule="the engine repeats some rows of this weight, of which a model on the Hub has one each",
+        remedy="train an adapter of other linears",
+    )
 
 
 def _mixed_rank_problems(checkpoint: Checkpoint, dims: Dims) -> Iterator[Problem]:

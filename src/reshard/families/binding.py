@@ -65,9 +65,9 @@ class _TensorTemplate:
 class Binding:
     """Both sides of a model, bound name by name.
 
-    `hf` and `native` map tensor names to `BoundTensor`s. Copies are in `copies`, not in `hf`, and what the Hub may have
-    and is dropped is in `unread`. Raises ValueError if the rules are not a bijection, which is a bug in the family and
-    not the user's fault.
+    `hf` and `native` map tensor names to `BoundTensor`s. Copies are in `copies`, not in `hf`, what the Hub may have
+    and is dropped is in `unread`, and every further place of a tensor of `hf` is in `repeats`. Raises ValueError if the
+    rules are not a bijection, which is a bug in the family and not the user's fault.
     """
 
     def __init__(self, rules: Iterable[Rule]) -> None:
@@ -76,13 +76,10 @@ class Binding:
         self.copies: dict[str, BoundTensor] = {}
         self.unread: dict[str, BoundTensor] = {}
         for rule in rules:
-            if rule.hf:
-                view = rule.view.renamed(lambda source: source.name)  # type: ignore[attr-defined]
-                template = _TensorTemplate(
-                    rule.hf, view, rule.layers, rule.experts, rule.copy, rule.written, rule.change
-                )
+            if rule.hf and not rule.repeats:
                 bound = self.unread if rule.reason else self.copies if rule.copy else self.hf
-                bound.update(template.instances())
+                bound.update(_template(rule).instances())
+        self.repeats = [each for rule in rules if rule.repeats for each in _template(rule).instances()]
         self.native: dict[str, BoundTensor] = {}
         for template in _inverted(rules):
             self.native.update(template.instances())
@@ -91,6 +88,11 @@ class Binding:
         """The tensors of a Hugging Face folder, including those copies that the Hub stores."""
         yield from self.hf.items()
         yield from ((name, bound) for name, bound in self.copies.items() if bound.template.written)
+
+
+def _template(rule: Rule) -> _TensorTemplate:
+    view = rule.view.renamed(lambda source: source.name)  # type: ignore[attr-defined]
+    return _TensorTemplate(rule.hf, view, rule.layers, rule.experts, rule.copy, rule.written, rule.change)
 
 
 def _inverted(rules: Iterable[Rule]) -> Iterator[_TensorTemplate]:

@@ -42,8 +42,18 @@ def _ungated(args: Args) -> bool:
     return not args.get("swiglu")
 
 
+def _one_clamp(args: Args) -> bool:
+    """Whether all layers have the same clamp. Of Step-3.5, Megatron-Bridge records that of the layer it built last."""
+    return not args.get("swiglu_limits")
+
+
 def _rotates(args: Args) -> bool:
     return first(args, ("position_embedding_type",), "rope") not in ("none", "learned_absolute", "relative")
+
+
+def _rotates_alike(args: Args) -> bool:
+    """Whether all layers rotate the same part of the pairs, not listed as in Step-3.5 (see `_one_clamp`)."""
+    return _rotates(args) and not args.get("rotary_percents")
 
 
 def _interpolates(args: Args) -> bool:
@@ -124,7 +134,7 @@ MECHANISMS: dict[str, Mechanism] = {
     "swiglu": Mechanism(False, rearranges=True),
     "squared_relu": Mechanism(False, _ungated),
     "quick_geglu": Mechanism(False, _ungated),
-    "activation_func_clamp_value": Mechanism(),
+    "activation_func_clamp_value": Mechanism(None, _one_clamp),
     "glu_linear_offset": Mechanism(0.0),
     "normalization": Mechanism(),
     "apply_layernorm_1p": Mechanism(False, rearranges=True),
@@ -136,7 +146,7 @@ MECHANISMS: dict[str, Mechanism] = {
     "window_attn_skip_freq": Mechanism(0, _has_window, _everywhere),
     "position_embedding_type": Mechanism(),
     "no_rope_freq": Mechanism(None, _rotates, _nowhere),
-    "rotary_percent": Mechanism(1.0, _rotates),
+    "rotary_percent": Mechanism(1.0, _rotates_alike),
     "rotary_interleaved": Mechanism(False, _rotates, rearranges=True),
     "rotary_seq_len_interpolation_factor": Mechanism(1, _interpolates),
     "mscale_all_dim": Mechanism(0.0, _plain_latent_rope, _no_yarn_factor),

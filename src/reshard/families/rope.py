@@ -271,11 +271,11 @@ def both_spellings(config: Config) -> Values:
     """`rope_parameters` of transformers 5 plus the equivalent `rope_theta` and `rope_scaling` of transformers 4.
 
     DeepSeek's and older remote code read `type` instead of `rope_type`, which transformers reads. Nothing is added to
-    parameters by layer type, whose spellings differ from family to family.
+    parameters by layer or type of layer, whose spellings differ from family to family.
     """
     rope = rope_parameters(config)
     stated = [*rope.values(), *(config.get("rope_parameters") or {}).values()]
-    if "rope_theta" not in rope or any(isinstance(value, Mapping) for value in stated):
+    if "rope_theta" not in rope or any(isinstance(value, Mapping | list) for value in stated):
         return {}
     settings = {key: rope[key] for key in ("rope_theta", PARTIAL_ROTARY_KEY) if key in rope}
     scaling = {key: value for key, value in rope.items() if key not in settings}

@@ -65,7 +65,8 @@ class Rule:
     A `copy` repeats elements of another rule (tied heads, an embedding stored twice):
     it is checked against the original and is never a source itself. `written` tells whether the Hub's
     checkpoints store that copy. A rule with a `reason` drops its elements; if it has a Hugging Face name, the Hub may
-    have a tensor for them, which is dropped, too.
+    have a tensor for them, which is dropped, too. If it `repeats`, `view` is another place where an engine stores the
+    elements of the rule with the same name: they are written there as well, and must be equal.
     """
 
     hf: str
@@ -76,6 +77,7 @@ class Rule:
     written: bool = True
     reason: str = ""
     change: ReversibleStep | None = None
+    repeats: bool = False
 
 
 Block = list[Rule]
@@ -165,6 +167,7 @@ class Dims:
     output_groups: int
     output_lora: int
     window_groups: int
+    window_heads: int
     value_head: int
     lightning: tuple[int, ...]
 
@@ -272,6 +275,7 @@ class Dims:
             output_groups=get("o_groups"),
             output_lora=get("o_lora_rank"),
             window_groups=get("swa_num_query_groups"),
+            window_heads=get("swa_num_attention_heads"),
             lightning=lightning_layers(get("layer_group_size"), layers),
             value_head=get("v_head_dim") if get("hybrid_attention_pattern") else 0,
         )

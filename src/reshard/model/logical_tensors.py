@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -133,7 +133,13 @@ def logical_tensors(source: ResolvedCheckpoint) -> LogicalTensors:
         native = next(bound.sources)
         logical[name] = LogicalTensor(checkpoint.tensors[str(native)].dtype, bound.shape, bound)
     return LogicalTensors(
-        checkpoint, logical, [*_zeros(checkpoint, binding), *_spare_replicas(checkpoint, binding.native)]
+        checkpoint,
+        logical,
+        [
+            *_zeros(checkpoint, binding),
+            *_repeats(checkpoint, binding),
+            *_spare_replicas(checkpoint, binding.native),
+        ],
     )
 
 
@@ -154,6 +160,19 @@ def _zeros(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
             rule = f"{reason.reason}: they can be left out if they are zeros"
             result.append(_must_be_zeros(name, checkpoint.tensors[name], rule))
     return result
+
+
+def _repeats(checkpoint: Checkpoint, binding: Binding) -> Iterator[Replica]:
+    """What an engine stores in several places, of which the Hub has one."""
+
+    def stored(bound: BoundTensor) -> Tensor:
+        native = checkpoint.tensors[str(next(bound.sources))]
+        return Tensor(native.dtype, bound.view.through(lambda name: checkpoint.tensors[str(name)].view))
+
+    rule = "the engine repeats these elements, of which a model on the Hub has one each"
+    remedy = "training changed each place by itself: no model of its family on the Hub computes the same"
+    for name, bound in binding.repeats:
+        yield Replica(name, stored(binding.hf[name]), stored(bound), rule, remedy)
 
 
 def _spare_replicas(checkpoint: Checkpoint, declared: Collection[str]) -> list[Replica]:

@@ -142,6 +142,7 @@ _STACKED = (
     *(".experts.down_proj", ".ffn_down_exps.weight"),  # gpt-oss; llama.cpp
     *(".moe_block.wo", "MoeBlock_0.wo"),  # MaxText
     *(".experts.merged_down_proj", ".experts.mlp2_weight"),  # nanotron; torchtitan
+    ".moe.down_proj.weight",  # Step-3.5
 )
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
