@@ -45,6 +45,7 @@ NAMES = {
 ALONE = {
     "bailing_hybrid": ("ms-swift-core-0.19", MOE_LAYOUTS),  # which has flash-linear-attention
     "deepseek_v4": ("ms-swift-core-dev", ((1, 1, 1), (1, 2, 2))),
+    "qwen4_exp": ("ms-swift-core-dev", MOE_LAYOUTS),  # for its MTP layer
 }
 """Those that mcore-bridge builds in one environment alone, with the environment."""
 ALL = {**NAMES, **{name: layouts for name, (_, layouts) in ALONE.items()}}

@@ -182,15 +182,37 @@ def delta_nets(config: Config, tensors: Tensors) -> None:
     norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
     for name, draw in zip((*norms, "fc"), torch.randn(4, hidden, 2 * hidden).bfloat16(), strict=True):
         tensors[f"mtp.{name}.weight"] = (0.1 * draw if name == "fc" else draw[0, :hidden]).clone()
-    experts = config["text_config"].get("num_experts", 0)
-    for layer in range(4 if experts else 0):
-        prefix = f"{main}.layers.{layer}.mlp.experts"
+    if "num_experts" in config["text_config"]:
+        stack_experts(config, tensors)
+
+
+def stack_experts(config: Config, tensors: Tensors) -> None:
+    """The experts of each of the four layers in two tensors."""
+    for layer in range(4):
+        prefix = f"model.language_model.layers.{layer}.mlp.experts"
         each = [
             {part: tensors.pop(f"{prefix}.{e}.{part}_proj.weight") for part in ("gate", "up", "down")}
-            for e in range(experts)
+            for e in range(config["text_config"]["num_experts"])
         ]
         tensors[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([e["gate"], e["up"]]) for e in each])
         tensors[f"{prefix}.down_proj"] = torch.stack([e["down"] for e in each])
+
+
+def qwen4_exp(config: Config, tensors: Tensors) -> None:
+    """The Hub's kinds of layers, stacked experts, and an MTP layer with a mixer of its own."""
+    stack_experts(config, tensors)
+    text, main = config["text_config"], "model.language_model."
+    text["layer_types"] = [kind.replace("indexed", "full") for kind in text["layer_types"]]
+    text["mtp_num_hidden_layers"] = 1
+    last = f"{main}layers.3."
+    for name in [name for name in tensors if name.startswith(last)]:
+        tensors[f"mtp.layers.0.{name.removeprefix(last)}"] = tensors[name].flip(0).contiguous()
+    for name in [name for name in tensors if name.startswith(f"{main}hyper_connection_mixer.")]:
+        tensors[f"mtp.{name.removeprefix(main)}"] = tensors[name].flip(0).contiguous()
+    hidden, drawn = text["hidden_size"], torch.Generator().manual_seed(0)
+    shapes = {"pre_fc_norm_embedding": (hidden,), "pre_fc_norm_hidden": (text["hc_count"] * hidden,)}
+    for name, shape in {**shapes, **dict.fromkeys(("fc_embedding", "fc_hidden"), (hidden, hidden))}.items():
+        tensors[f"mtp.{name}.weight"] = torch.randn(shape, generator=drawn).bfloat16()
 
 
 def flat(config: Config, tensors: Tensors) -> None:

@@ -64,6 +64,7 @@ from tests.genuine.tiny_configs import (
     QWEN2_VISION,
     QWEN3_TEXT,
     QWEN3_VISION,
+    QWEN4,
     SEES,
     SPARSE,
     STEP,
@@ -218,6 +219,11 @@ TYPES: dict[str, Tiny] = {
         "Qwen3_5MoeForConditionalGeneration",
         {"text_config": DELTA_MOE, "vision_config": DELTA_VISION, **SEES},
         hub=hub_names.delta_nets,
+    ),
+    "qwen4_exp": Tiny(
+        "Qwen4ExpForConditionalGeneration",
+        {"text_config": QWEN4, "vision_config": DELTA_VISION, **SEES},
+        hub=hub_names.qwen4_exp,
     ),
     "minicpmv4_6": Tiny(
         "MiniCPMV4_6ForConditionalGeneration",

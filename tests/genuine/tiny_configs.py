@@ -57,6 +57,26 @@ DELTA_MOE = {
 }
 DELTA_VISION = {key: value for key, value in QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
 STEP = {**EVEN, "num_hidden_layers": 4, "head_dim": 16}
+# Of 12 tokens, each attends to those that the indexer chooses. Two layers embed n-grams.
+QWEN4 = {
+    **DELTA_MOE,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "ple_layer_ids": [2, 3],
+    "ple_embed_dim": 32,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 20,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 3,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "output_gate_type": "sigmoid",
+    "eos_token_id": 3,
+}
 PARTIAL_ROPE = {**PLAIN_ROPE, "partial_rotary_factor": 0.5}
 # What transformers 5 does not know of it, it keeps and saves, as the Hub has it.
 MINIMAX_M2 = {

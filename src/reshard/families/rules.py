@@ -105,6 +105,13 @@ LAYER_PATTERN = "hybrid_layer_pattern"
 """The argument that makes the model a HybridModel, whose layers are of several kinds."""
 
 
+N_GRAMS = (
+    *("ple_embed_dim", "ple_conv_kernel_size", "ngram_size", "heads_per_ngram"),
+    *("ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by", "split_ngram_parts"),
+)
+"""Arguments of mcore-bridge from which the sizes of n-gram embeddings follow."""
+
+
 def layer_pattern(args: Mapping[str, Any]) -> str:
     """The kinds of layers of a HybridModel, until 0.16 called MambaModel; empty for GPTModel."""
     return str(args.get(LAYER_PATTERN) or args.get("hybrid_override_pattern") or "")
@@ -170,6 +177,9 @@ class Dims:
     window_heads: int
     value_head: int
     lightning: tuple[int, ...]
+    stream_rank: int
+    ngrams: tuple[int, ...]
+    ngram_layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
         """Raise ValueError for impossible sizes: rules loop over some sizes, and multiply others."""
@@ -240,8 +250,8 @@ class Dims:
             qk_nope=latent("qk_head_dim"),
             qk_rope=latent("qk_pos_emb_head_dim"),
             v_head=latent("v_head_dim"),
-            index_heads=get("index_n_heads", get("dsa_indexer_n_heads")),
-            index_dim=get("index_head_dim", get("dsa_indexer_head_dim")),
+            index_heads=get("index_n_heads", get("dsa_indexer_n_heads", get("indexer_n_heads"))),
+            index_dim=get("index_head_dim", get("dsa_indexer_head_dim", get("indexer_head_dim"))),
             indexed=indexed_layers(
                 get("dsa_indexer_topk_freq", 1), get("dsa_indexer_skip_topk_offset"), layers
             )
@@ -271,13 +281,16 @@ class Dims:
             topk=get("moe_router_topk"),
             hashed=get("moe_n_hash_layers"),
             ratios=tuple(get("csa_compress_ratios", ())),
-            streams=get("num_residual_streams"),
+            streams=get("num_residual_streams", get("hc_count")),
             output_groups=get("o_groups"),
             output_lora=get("o_lora_rank"),
             window_groups=get("swa_num_query_groups"),
             window_heads=get("swa_num_attention_heads"),
             lightning=lightning_layers(get("layer_group_size"), layers),
             value_head=get("v_head_dim") if get("hybrid_attention_pattern") else 0,
+            stream_rank=get("hc_lowrank"),
+            ngrams=tuple(map(get, N_GRAMS)),
+            ngram_layers=tuple(get("ple_layer_ids", ())),
         )
 
 

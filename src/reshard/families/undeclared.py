@@ -23,7 +23,6 @@ BEYOND_MEGATRON: dict[str, str] = {
     "olmo2": "post-norm instead of pre-norm",
     "olmo3": "norms after attention and MLP instead of before, for which megatron-core 0.19.2 has no setting",
     "qwen3_asr": "Qwen3 behind an audio tower from a separate package; not declared for mcore-bridge",
-    "qwen4_exp": "hyper-connections and n-gram embeddings; not declared for mcore-bridge",
     "step3p7": "Step-3.5 behind a vision tower; not declared for Megatron-Bridge",
 }
 """Reasons, by the `model_type` of config.json."""

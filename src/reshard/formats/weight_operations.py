@@ -164,14 +164,15 @@ def _piece(tensor: Planned, axis: int, begin: int, size: int) -> Planned:
     return _changed_tensor(tensor, shape, lambda view: view[index])
 
 
-def _cut_tensor(tensor: Planned, axis: int, parts: int) -> list[Planned]:
-    """As many equal parts of an axis, which must divide."""
-    size, rest = divmod(tensor.shape[axis] if axis < len(tensor.shape) else 1, parts)
-    if rest or not size:
+def _cut_tensor(tensor: Planned, axis: int, parts: int, *, is_last_smaller: bool = False) -> list[Planned]:
+    """As many equal parts of an axis, which must divide, unless the last part may be smaller, as for `torch.chunk`."""
+    rows = tensor.shape[axis] if axis < len(tensor.shape) else 1
+    size = -(-rows // parts)
+    if not size or size * parts - rows >= (size if is_last_smaller else 1):
         raise UnfitError(
             f"{tensor.name} {list(tensor.shape)} cannot be divided into {parts} parts along axis {axis}"
         )
-    return [_piece(tensor, axis, index * size, size) for index in range(parts)]
+    return [_piece(tensor, axis, begin, min(size, rows - begin)) for begin in range(0, rows, size)]
 
 
 def _slices(tensor: Planned, axis: int) -> list[Planned]:
@@ -191,13 +192,14 @@ def _by_number(pattern: str, parts: Sequence[Planned]) -> Tensors:
 
 
 def _chunk(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
-    """One tensor cut into equal parts, or the reverse."""
+    """One tensor cut into equal parts, or the reverse. As many as the config says may leave less for the last."""
     if operation.get("inverse"):
         return _concatenate(tensors, {**operation, "inverse": False}, context)
     names = list(context.after)
     if attribute := operation.get("num_shards_attribute"):
         names = _numbered_names(names[0], context.size(attribute))
-    parts = _cut_tensor(_only_tensor(tensors), operation.get("dim", 0), len(names))
+    tensor, axis = _only_tensor(tensors), operation.get("dim", 0)
+    parts = _cut_tensor(tensor, axis, len(names), is_last_smaller=bool(attribute))
     return {name: [part] for name, part in zip(names, parts, strict=True)}
 
 

@@ -44,7 +44,8 @@ def hub_tensors(tensors: Mapping[str, Tensor], live: MemoryNames) -> dict[str, T
     if live.config is not None:
         planned = [Planned.of(n, t) for n, t in tensors.items()]
         renamed = apply_renamings.to_hub(planned, live.rules, live.config)
-        return {each.name: Tensor(each.dtype, each.source()) for each in renamed}
+        tensors = {each.name: Tensor(each.dtype, each.source()) for each in renamed}
+        return _stacked_tensors(tensors, live) if live.stacked else tensors
     tensors = _stacked_tensors(tensors, live) if live.stacked else _as_on_the_hub(tensors, live)
     return under_new_names(
         (name, hub, part) for name, tensor in tensors.items() for hub, part in _parts(live, name, tensor)

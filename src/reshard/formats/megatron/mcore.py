@@ -57,6 +57,9 @@ SPLITS = {
     **{f"weight.{part}": Split(0) for part in ("query", "key", "value", "z", "beta", "alpha")},
     "gate_proj.weight": Split(0),
     "g_proj.weight": Split(0),
+    "ngram_embedding.weight": Split(0),
+    "e_proj.weight": Split(0),
+    "h_proj.weight": Split(0),
 }
 """By the last two components of a name: what tensor parallelism cuts. A weight must be here or in `WHOLE`."""
 
@@ -81,9 +84,17 @@ WHOLE = {
     # Compressed attention has one tensor-parallel rank.
     *("self_attention.linear_o_group_proj", "linear_kv_proj.weight", "core_attention.attn_sink"),
     *("linear_wkv.weight", "linear_wgate.weight", "compressor.ape", "router.tid2eid"),
-    *("e_proj.weight", "h_proj.weight", "mapping_proj.weight"),
+    "mapping_proj.weight",
     *(f"{name}_hyper_connection.{part}" for name in ("self_attention", "mlp") for part in HYPER_CONNECTION),
     *(f"{stack}hc_head_{part}" for stack in ("decoder.", "") for part in ("fn", "base", "scale")),
+    # Qwen3.8-Flash-Next
+    *("hc_norm.weight", "input_mix_weight_down.weight", "input_mix_weight_up.weight"),
+    *("block_inject_weight.weight", "index_qk_proj.weight", "key_proj.weight", "value_proj.weight"),
+    *(f"norm_{each}.weight" for each in ("key", "query", "conv")),
+    *(
+        f"ple_embedding.{each}"
+        for each in ("layer_multipliers", "ngram_heads_offsets", "ngram_heads_vocab_sizes")
+    ),
     # Mamba's are cut, but written only as torch_dist, which ranks load from whatever chunks there are.
     *(
         "final_norm.weight",
@@ -131,6 +142,12 @@ PARALLEL_LINEARS = (
     "h_proj",
     "gate_proj",
     "g_proj",
+    "input_mix_weight_down",
+    "input_mix_weight_up",
+    "block_inject_weight",
+    "index_qk_proj",
+    "key_proj",
+    "value_proj",
     "eh_proj",
     "in_proj",
     "out_proj",
@@ -140,6 +157,8 @@ PARALLEL_LINEARS = (
 )
 """Modules that save an `_extra_state` with their weight."""
 
+WRAPPED_BY = "self_attention.indexer.index_qk_proj"
+"""The indexer of mcore-bridge's Qwen3.8-Flash-Next, whose sparse attention is around that of Transformer Engine."""
 LINEARS_BESIDE = re.compile(r"multi_modal_projector\.proj|vision_model\.(decoder|merger)\..*linear_\w+")
 """Such modules outside the language model: Megatron-Bridge's projector of Gemma 3, and its tower of Qwen3-VL."""
 STACKED_BESIDE = "vision_model.decoder."
@@ -282,7 +301,7 @@ class LayerSpelling:
         self.transformer_engine, self._torch_dist = transformer_engine, torch_dist
         places = list(places)
         self._latent = any("linear_kv_up_proj" in place.module for place in places)
-        sparse = ("core_attention.indexer", "core_attention.attn_sink")
+        sparse = ("core_attention.indexer", "core_attention.attn_sink", WRAPPED_BY)
         self.indexed = any(each in place.module for place in places for each in sparse)
         self._sparse = {place[1:3] for place in places if place.expert is not None}
         self._linears = {(place[1:3], place.module.rpartition(".weight")[0]) for place in places}

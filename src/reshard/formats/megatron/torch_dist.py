@@ -41,6 +41,7 @@ from reshard.formats.megatron.mcore import (
     LINEARS_BESIDE,
     PARALLEL_LINEARS,
     STACKED_BESIDE,
+    WRAPPED_BY,
     LayerSpelling,
     MegatronPosition,
     StageFinder,
@@ -345,7 +346,8 @@ def _with_extra_state(place: MegatronPosition, spelling: LayerSpelling, hybrid: 
     A `hybrid` model also saves that of its head.
 
     Transformer Engine's attention has one too. Since 0.13 the decoder does not save it unless its softmax has a
-    learnable offset; MTP layers of GPTModel do. Sparse attention with an indexer is Megatron-Core's own, and has none.
+    learnable offset; MTP layers of GPTModel do. Sparse attention with an indexer is Megatron-Core's own, and has none,
+    but that of mcore-bridge has it inside.
     """
     module, _, kind = place.module.removesuffix(".query").rpartition(".")
     if is_carried(name_of(place)):
@@ -356,5 +358,7 @@ def _with_extra_state(place: MegatronPosition, spelling: LayerSpelling, hybrid: 
         dense = spelling.transformer_engine and not spelling.indexed and not hybrid
         if dense and place.stack == "mtp" and module.endswith(".linear_proj"):
             yield module.replace("linear_proj", "core_attention")
+        if module.endswith(WRAPPED_BY):
+            yield module.replace("indexer.index_qk_proj", "core_attention.core_attention")
     if (kind == "softmax_offset" and spelling.transformer_engine) or (hybrid and place.module == HEAD):
         yield module
