@@ -50,6 +50,7 @@ EVERY = [name for name, kind in CLASSES.items() if name not in NOT_SMALL and kin
 AS_PUBLISHED = {
     "kimi_k25": "save_pretrained calls the layers of its language model blocks",
     "qwen3_5_moe": "the Hub stacks the experts that save_pretrained takes apart",
+    "qwen4_exp": "the Hub stacks the experts that save_pretrained takes apart",
     "qwen3_vl_moe": "the Hub has the axes of the experts the other way",
 }
 """Types whose names or values are not those of `save_pretrained`, but the Hub's."""
