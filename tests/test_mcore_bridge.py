@@ -7,6 +7,7 @@ tests/genuine/huggingface.py), and its name to `NAMES` below.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 import reshard
 from tests.environments import python
-from tests.genuine.hub_names import rewritten, rounded_router
+from tests.genuine.hub_names import rewritten, rounded_router, tables_in_fp8
 from tests.genuine.huggingface import make_model
 from tests.genuine.model_types import LAYOUTS, MOE_LAYOUTS, STAGES, TYPES, make_model_type
 
@@ -74,6 +75,21 @@ def test_every_layer_may_be_sparse(name: str, environment: str, tmp_path: Path) 
     judge(name, tmp_path, environment, first_k_dense_replace=0)
 
 
+def test_n_gram_tables_in_fp8_are_dequantized_as_mcore_bridge_does(tmp_path: Path) -> None:
+    plain = make_model_type("qwen4_exp", tmp_path / "plain")
+    rewritten(plain, rounded_router)
+    base = tmp_path / "base"
+    shutil.copytree(plain, base)
+    rewritten(base, tables_in_fp8)
+    run(["save", str(base), str(tmp_path / "theirs"), "1", "1", "1"], ALONE["qwen4_exp"][0])
+    reshard.convert(tmp_path / "theirs", tmp_path / "expected", base=plain)
+    reshard.convert(base, tmp_path / "ours", to="megatron", engine="mcore-bridge", dtype="bfloat16")
+    reshard.convert(tmp_path / "ours", tmp_path / "found", base=plain)
+    assert_same(tensors_of(tmp_path / "found"), tensors_of(tmp_path / "expected"))
+    reshard.convert(base, tmp_path / "copy", to="huggingface")
+    assert_same(tensors_of(tmp_path / "copy"), tensors_of(base))
+
+
 def judge(name: str, tmp_path: Path, environment: str, **config: Any) -> None:
     """Let mcore-bridge read what reshard writes of a model, and reshard what mcore-bridge writes."""
     base = tmp_path / "base"
@@ -89,10 +105,7 @@ def judge(name: str, tmp_path: Path, environment: str, **config: Any) -> None:
         sizes = [str(size) for size in (tp, pp, ep)]
         jobs += ["save", str(base), str(theirs), *sizes, "--"]
         jobs += ["export", str(base), str(exported), *sizes, str(ours), "--"]
-    module = [python(environment), "-m", "tests.genuine.make_mcore_bridge"]
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "src")))
-    subprocess.run([*module, *jobs], check=True, timeout=600, env={**os.environ, "PYTHONPATH": paths})
-
+    run(jobs, environment)
     kept = tensors_of(base, TYPES[name].lost if name in TYPES else ())
     for tp, pp, _ in ALL[name]:
         theirs, _, exported = folders(tmp_path, tp * pp)
@@ -104,6 +117,13 @@ def judge(name: str, tmp_path: Path, environment: str, **config: Any) -> None:
         reshard.convert(theirs, back, base=base)
         from_base = name in TYPES and TYPES[name].from_base
         assert_same(tensors_of(back), tensors_of(base) if from_base else kept)
+
+
+def run(jobs: list[str], environment: str) -> None:
+    """Let mcore-bridge do jobs in an environment."""
+    module = [python(environment), "-m", "tests.genuine.make_mcore_bridge"]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "src")))
+    subprocess.run([*module, *jobs], check=True, timeout=600, env={**os.environ, "PYTHONPATH": paths})
 
 
 def folders(path: Path, ranks: int) -> tuple[Path, Path, Path]:

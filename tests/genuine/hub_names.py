@@ -215,6 +215,13 @@ def qwen4_exp(config: Config, tensors: Tensors) -> None:
         tensors[f"mtp.{name}.weight"] = torch.randn(shape, generator=drawn).bfloat16()
 
 
+def tables_in_fp8(config: Config, tensors: Tensors) -> None:
+    """Tables of n-grams as published: in FP8, with one scale for all shards of a layer."""
+    for name in [name for name in tensors if ".ngram_embedding.shard_" in name]:
+        tensors[name] = (tensors[name].float() / 0.0137).to(torch.float8_e4m3fn)
+        tensors[name.partition(".shard_")[0] + ".weight_scale"] = torch.tensor(0.0137)
+
+
 def flat(config: Config, tensors: Tensors) -> None:
     """The config of a language model with a vision_config in it, as on the Hub."""
     text = config.pop("text_config")

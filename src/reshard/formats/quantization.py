@@ -5,6 +5,7 @@ Nothing here reads or changes them.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ def _weight_parts() -> Iterator[tuple[str, _WeightPart]]:
 _PARTS = dict(_weight_parts())
 """By the last component of the tensor name."""
 
+_SHARD = re.compile(r"(?<=\.ngram_embedding)\.shard_\d+(?=\.weight$)")
+"""The part of the name of a shard of a table that has one scale. Source: `ple.py` of mcore-bridge 1.6.5."""
 _VALUES = {scheme.values for scheme in SCHEMES}
 
 
@@ -297,7 +300,11 @@ def _grouped(tensors: Mapping[str, Tensor], *, told: bool) -> tuple[dict[str, di
         part = _PARTS.get(last)
         if part and name.endswith(f".{part.local}"):
             groups.setdefault(name[: -len(part.local)] + part.weight, {})[part.role] = name
-        elif told and last in WEIGHT_NAMES and tensor.dtype.name in (*FP8_DTYPES, *FP4_DTYPES):
+        elif (
+            (told or _SHARD.search(name))
+            and last in WEIGHT_NAMES
+            and tensor.dtype.name in (*FP8_DTYPES, *FP4_DTYPES)
+        ):
             small.add(name)
     exponents = {name for name, tensor in tensors.items() if tensor.dtype.name == "float8_e8m0fnu"}
     groups = {
@@ -312,7 +319,18 @@ def _grouped(tensors: Mapping[str, Tensor], *, told: bool) -> tuple[dict[str, di
         beside |= {name for name in tensors if name.rpartition(".")[2] in OF_ACTIVATIONS}
     for name in groups.keys() & tensors.keys():
         groups[name]["{}"] = name
-    return groups, beside
+    return _by_shard(groups), beside
+
+
+def _by_shard(groups: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """The same with the scale of a table that is stored in shards as a part of each of them."""
+    wholes = {name: _SHARD.sub("", name) for name in groups}
+    shared = {whole for name, whole in wholes.items() if whole != name}
+    return {
+        name: {**(groups.get(wholes[name]) or {}), **parts}
+        for name, parts in groups.items()
+        if name not in shared
+    }
 
 
 @cache
@@ -372,7 +390,7 @@ def _incomplete(
 
 def part_of(name: str, role: str) -> str:
     """The name of the tensor with the part `role` of the weight `name`."""
-    module, _, local = name.rpartition(".")
+    module, _, local = _SHARD.sub("", name).rpartition(".")
     return f"{module}.{role.format(local)}"
 
 

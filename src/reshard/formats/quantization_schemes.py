@@ -137,7 +137,7 @@ SCHEMES = (
     QuantizationScheme(
         *("FP8", "{}", ("{}_scale",), FP8_DTYPES, 8),
         more=(*_OFFSETS, *FOLDED),
-        methods=("fp8", COMPRESSED_TENSORS, MODELOPT),
+        methods=("fp8", COMPRESSED_TENSORS, MODELOPT, None),
         tables=byte_values.FP8,
     ),
     QuantizationScheme(
