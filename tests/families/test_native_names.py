@@ -86,6 +86,9 @@ EVERYTHING = Dims(
     window_heads=4,
     value_head=0,
     lightning=(0, 2),
+    stream_rank=8,
+    ngrams=(32, 4, 3, 2, 20, 8, 3),
+    ngram_layers=(3,),
 )
 """Sizes with which the rules of a family have all of its tensors, if queries have a low rank."""
 
@@ -127,6 +130,12 @@ def test_all_are_cut_or_whole_and_nothing_else_is() -> None:
     assert SPLITS.keys() & WHOLE == set()
 
 
+def test_convolutions_over_embedded_n_grams_are_whole() -> None:
+    convolutions = {name: split_of(name) is None for name in NAMES if name.endswith("conv1d.weight")}
+    assert convolutions == {name: ".ple." in name for name in convolutions}
+    assert set(convolutions.values()) == {True, False}
+
+
 def test_a_name_that_is_neither_is_refused() -> None:
     unknown = "self_attention.linear_nobodys.weight"
     renamed = (f"decoder.layers.{layer}.{unknown}" for layer in range(2))
@@ -141,10 +150,8 @@ def test_all_linears_that_are_cut_save_an_extra_state() -> None:
     """Tables of tokens, convolutions, and those that Megatron-Core saves in parts have no such state, or another."""
     cut = {name.removesuffix(".weight").rpartition(".")[2] for name in NAMES if split_of(name)}
     cut = {each for each in cut if f"{each}.weight" in SPLITS}
-    assert (
-        cut - {"word_embeddings", "per_layer_embedding", "output_layer", "conv1d"} - set(PARALLEL_LINEARS)
-        == set()
-    )
+    tables = {"word_embeddings", "per_layer_embedding", "ngram_embedding"}
+    assert cut - tables - {"output_layer", "conv1d"} - set(PARALLEL_LINEARS) == set()
 
 
 @pytest.mark.parametrize("transformer_engine", [True, False])

@@ -109,6 +109,9 @@ WHOLE = {
 }
 """By the last two components of a name: what every rank has complete."""
 
+WHOLE_CONVOLUTION = "ple.conv1d.weight"
+"""The convolution over embedded n-grams, which every rank has complete, unlike those of delta nets."""
+
 ADAPTER_SPLITS = {
     "linear_qkv.adapter.linear_in.weight": Split(0),
     "linear_qkv.adapter.linear_out.weight": Split(0),
@@ -198,7 +201,7 @@ def split_of(name: str, gated: bool = True) -> Split | None:
 
     If the MLP is not `gated`, linear_fc1 is the up projection alone.
     """
-    if is_carried(name):
+    if is_carried(name) or tail(name, 3) == WHOLE_CONVOLUTION:
         return None
     split = SPLITS.get(tail(name, 2)) or ADAPTER_SPLITS.get(tail(name, 4))
     return split._replace(parts=1) if split and not gated else split
@@ -209,7 +212,7 @@ def refuse_undeclared(names: Iterable[str]) -> None:
     undeclared = (
         place_of(name).module
         for name in names
-        if not is_carried(name) and not split_of(name) and tail(place_of(name).module, 2) not in WHOLE
+        if not is_carried(name) and not split_of(name) and not _is_whole(place_of(name).module)
     )
     raise_all(
         Problem(
@@ -221,6 +224,10 @@ def refuse_undeclared(names: Iterable[str]) -> None:
         )
         for module in dict.fromkeys(undeclared)
     )
+
+
+def _is_whole(module: str) -> bool:
+    return tail(module, 2) in WHOLE or tail(module, 3) == WHOLE_CONVOLUTION
 
 
 def tail(name: str, components: int) -> str:
