@@ -13,7 +13,7 @@ from reshard.algebra.dtypes import DType, dtype
 from reshard.containers.safetensors import header_bytes
 from reshard.families import declared
 from reshard.families.binding import Binding
-from reshard.families.rules import Dims
+from reshard.families.dims import Dims
 
 SHARD = 2_000_000_000
 BF16, FLOAT32, FP8 = dtype("bfloat16"), dtype("float32"), dtype("float8_e4m3fn")

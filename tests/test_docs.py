@@ -411,7 +411,8 @@ def test_the_larger_family_that_the_guide_declares_works(cobalt: families.Family
 
 
 def test_the_mlp_that_the_guide_spells_out_is_the_real_one() -> None:
-    from reshard.families.rules import Dims, native, same
+    from reshard.families.dims import Dims
+    from reshard.families.rules import native, same
 
     text = fences(REPOSITORY / "docs" / "add-a-family.md")[1].text
     names = {"native": native, "same": same, "Rule": families.rules.Rule, "ffn": 6, "hidden": 4}

@@ -29,8 +29,8 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.families import FAMILIES
 from reshard.families.architectures.internlm import internlm2
+from reshard.families.dims import Dims, indexed_layers
 from reshard.families.megatron_flags import flags_not_restored
-from reshard.families.rules import Dims, indexed_layers
 from reshard.families.undeclared import BEYOND_MEGATRON
 from reshard.oracle.transformers import transformers_logits
 from tests.genuine.huggingface import randomise

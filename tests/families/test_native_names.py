@@ -14,8 +14,8 @@ import pytest
 from reshard.base.errors import ReshardError
 from reshard.families import FAMILIES
 from reshard.families.binding import Binding
+from reshard.families.dims import Dims
 from reshard.families.family import ENGINE_TITLES
-from reshard.families.rules import Dims
 from reshard.formats.megatron.mcore import (
     FUSED_NORMS,
     PARALLEL_LINEARS,

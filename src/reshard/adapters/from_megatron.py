@@ -26,7 +26,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.families import Family, declared
 from reshard.families.binding import Binding, BoundTensor
 from reshard.families.dialect import HUB
-from reshard.families.rules import Dims
+from reshard.families.dims import Dims
 from reshard.formats.checkpoint import Checkpoint
 
 _PAIR = re.compile(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.families.rules import sparse_layers
+from reshard.families.dims import sparse_layers
 
 Config = Mapping[str, Any]
 Args = Mapping[str, Any]

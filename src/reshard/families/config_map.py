@@ -38,13 +38,13 @@ from reshard.families.config_entries import (
     Values,
     same_key,
 )
+from reshard.families.dims import MOST_MODULES
 from reshard.families.rope import (
     LatentRope,
     RopeLayers,
     both_spellings,
     rope_contradictions,
 )
-from reshard.families.rules import MOST_MODULES
 
 
 def count_layers(layers: object) -> None:

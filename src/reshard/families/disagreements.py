@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from reshard.base.errors import UNUSABLE, Problem, ReshardError
 from reshard.families.config_entries import RULE, Args, Config, Const, Values
 from reshard.families.config_map import ConfigMap
+from reshard.families.dims import Dims
 from reshard.families.mechanisms import MECHANISMS, REARRANGED
 from reshard.families.rope import rope_parameters
-from reshard.families.rules import Dims
 
 RUN_CHOICES = {
     "vocab_size",

@@ -10,8 +10,9 @@ from typing import Any
 from reshard.base.errors import ReshardError
 from reshard.families.config_entries import ConfigEntry
 from reshard.families.config_map import ConfigMap, config_map
+from reshard.families.dims import Dims
 from reshard.families.outer_model import OuterModel
-from reshard.families.rules import Dims, Rule
+from reshard.families.rules import Rule
 from reshard.families.transformers_5 import MemoryNames
 
 Rules = Callable[[Dims], Iterable[Rule]]

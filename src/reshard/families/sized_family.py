@@ -9,8 +9,8 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError
 from reshard.families import FAMILIES
 from reshard.families.binding import Binding
+from reshard.families.dims import Dims
 from reshard.families.family import Family
-from reshard.families.rules import Dims
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.base.errors import UNUSABLE, Problem, ReshardError
 from reshard.families import Family
-from reshard.families.rules import Dims
+from reshard.families.dims import Dims
 from reshard.families.sized_family import Model
 from reshard.formats.checkpoint import Checkpoint
 from reshard.model import vocabulary

@@ -11,8 +11,8 @@ from reshard.base.merged_problems import one_for_all
 from reshard.base.suggest import did_you_mean
 from reshard.families import FAMILIES, Family, declared, likeliest
 from reshard.families.binding import Binding
+from reshard.families.dims import Dims
 from reshard.families.disagreements import foreign
-from reshard.families.rules import Dims
 from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
 from reshard.formats import huggingface, written
 from reshard.formats.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.base.errors import type_and_message
 from reshard.families.config_map import ConfigMap
-from reshard.families.rules import MAX_NUMBER
+from reshard.families.dims import MAX_NUMBER
 
 _NUMBERS = re.compile(
     r".*_(size|dim|rank|heads|layers|experts|groups?|per_tok|replace|window|scalar|theta|factor|eps)"

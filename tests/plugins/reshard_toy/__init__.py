@@ -13,7 +13,8 @@ from reshard.algebra.tensors import Tensor
 from reshard.families.architectures.llama import LLAMA
 from reshard.families.dialect import Dialect
 from reshard.families.dialects import torchtitan
-from reshard.families.rules import Dims, Native, Rule
+from reshard.families.dims import Dims
+from reshard.families.rules import Native, Rule
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, ModelDescription

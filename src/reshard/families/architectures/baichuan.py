@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from reshard.families.config_entries import Config, ConfigEntry
 from reshard.families.config_map import DERIVED_HEADS, NO_BIAS, NO_QK_NORM
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope
-from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms
+from reshard.families.rules import Rule, attention, decoder, ends, mlp, norms
 
 
 class Variants(ConfigEntry):

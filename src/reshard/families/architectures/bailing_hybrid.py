@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from reshard.families.architectures.bailing_moe import HUB
 from reshard.families.config_entries import Const, HeadDim, Key, SharedExperts, same_key
 from reshard.families.config_map import DEEPSEEK_EXPERTS, LATENT_ATTENTION, MTP, SIGMOID_ROUTER
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE_BRIDGE, Family
 from reshard.families.rules import (
     Block,
-    Dims,
     Rule,
     attention,
     by_kind,

@@ -17,9 +17,10 @@ from reshard.families.config_entries import (
     Values,
 )
 from reshard.families.config_map import DEEPSEEK_EXPERTS, GROUPED_HEADS, MTP, NO_BIAS, NORM_TOPK
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
-from reshard.families.rules import Dims, Rule, attention, renamed
+from reshard.families.rules import Rule, attention, renamed
 
 HUB = {
     "model.embed_tokens.": "model.word_embeddings.",

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from reshard.families.config_entries import Const, Key, RouterGroups, SigmoidNorm
 from reshard.families.config_map import DEEPSEEK_EXPERTS, LATENT_ATTENTION, MTP
 from reshard.families.dialects import gguf, maxtext, torchtitan
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rules import (
     Block,
-    Dims,
     Rule,
     decoder,
     ends,

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from reshard.families.architectures.deepseek_v3 import DEEPSEEK_V3, layers
 from reshard.families.config_entries import Args, Config, ConfigEntry, Const, Key, Values, first
 from reshard.families.config_map import DEEPSEEK_EXPERTS, LATENT_ATTENTION, MTP, SIGMOID_ROUTER
+from reshard.families.dims import Dims, indexed_layers
 from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
-from reshard.families.rules import Block, Dims, Rule, indexed_layers, latent_attention, same, under
+from reshard.families.rules import Block, Rule, latent_attention, same, under
 from reshard.families.transformers_5 import MemoryNames
 
 

@@ -24,9 +24,10 @@ from reshard.families.config_entries import (
     same_key,
 )
 from reshard.families.config_map import MTP, NO_BIAS, QK_NORM
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE_BRIDGE, Family
 from reshard.families.rope import RotaryEmbedding, rope_parameters, rotary_base
-from reshard.families.rules import Block, Dims, Rule, by_kind, ends, moe, native, norms, renamed, same, under
+from reshard.families.rules import Block, Rule, by_kind, ends, moe, native, norms, renamed, same, under
 from reshard.families.transformers_5 import W132_EXPERTS, MemoryNames
 
 KINDS = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}

@@ -18,19 +18,9 @@ from reshard.families.config_entries import (
     first,
 )
 from reshard.families.config_map import SOFTMAX_ROUTER
+from reshard.families.dims import Dims, sparse_layers
 from reshard.families.family import MCORE_BRIDGE, Family
-from reshard.families.rules import (
-    Dims,
-    Rule,
-    attention,
-    decoder,
-    ends,
-    mlp,
-    moe,
-    native,
-    norms,
-    sparse_layers,
-)
+from reshard.families.rules import Rule, attention, decoder, ends, mlp, moe, native, norms
 from reshard.families.transformers_5 import MemoryNames
 
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from reshard.families.architectures.gemma import sandwich
 from reshard.families.config_entries import Args, Config, ConfigEntry, Values
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, QK_NORM
+from reshard.families.dims import Dims
 from reshard.families.family import MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
-from reshard.families.rules import Dims, Rule
+from reshard.families.rules import Rule
 
 
 def rules(dims: Dims) -> Iterator[Rule]:

@@ -24,10 +24,11 @@ from reshard.families.config_entries import (
 )
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM, QK_NORM, TIED
 from reshard.families.dialects import gguf, maxtext
+from reshard.families.dims import Dims
 from reshard.families.family import MEGATRON_BRIDGE, Family
 from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import Rope, RotaryEmbedding, rope_parameters, rotary_base
-from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, same
+from reshard.families.rules import Rule, attention, decoder, ends, mlp, same
 from reshard.families.transformers_5 import by_transformers
 
 

@@ -24,13 +24,13 @@ from reshard.families.config_entries import (
     same_key,
 )
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, TIED
+from reshard.families.dims import Dims, windowed_layers
 from reshard.families.family import MEGATRON_BRIDGE, Family
 from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import RotaryEmbedding, rope_parameters, rotary_base
 from reshard.families.rules import (
     NEVER_READ,
     Block,
-    Dims,
     Rule,
     attention,
     ends,
@@ -40,7 +40,6 @@ from reshard.families.rules import (
     same,
     stacked_experts,
     under,
-    windowed_layers,
 )
 from reshard.families.transformers_5 import by_transformers
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from reshard.families.architectures.deepseek_v3 import layers
 from reshard.families.config_entries import Const, Key
 from reshard.families.config_map import DEEPSEEK_EXPERTS, GROUPED_HEADS, MTP, SIGMOID_ROUTER
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
-from reshard.families.rules import Dims, Rule, attention
+from reshard.families.rules import Rule, attention
 from reshard.families.transformers_5 import MemoryNames
 
 

@@ -19,9 +19,10 @@ from reshard.families.config_entries import (
 )
 from reshard.families.config_map import EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_QK_NORM
 from reshard.families.dialects import gguf, torchtitan
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import RotaryEmbedding, rope_contradictions, rope_parameters, rotary_base
-from reshard.families.rules import Block, Dims, Rule, attention, decoder, ends, norms, same, stacked
+from reshard.families.rules import Block, Rule, attention, decoder, ends, norms, same, stacked
 
 
 def experts(dims: Dims) -> Block:

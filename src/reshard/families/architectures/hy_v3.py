@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from reshard.families.architectures.deepseek_v3 import layers
 from reshard.families.config_entries import Const, DenseFirst, Key, SharedExperts, SigmoidNorm
 from reshard.families.config_map import GROUPED_HEADS, MTP, NO_BIAS, QK_NORM, ROUTER
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
-from reshard.families.rules import Dims, Rule, attention, renamed
+from reshard.families.rules import Rule, attention, renamed
 from reshard.families.transformers_5 import MemoryNames
 
 HUB = {

@@ -18,6 +18,7 @@ from reshard.families.config_entries import (
 )
 from reshard.families.config_map import DERIVED_HEADS, EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_QK_NORM
 from reshard.families.dialects.internevo import HUB_ENDS, W123, dialects, evo_internlm, evo_internlm2
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE, MCORE_BRIDGE, Family
 from reshard.families.rope import (
     DYNAMIC_ROPE_NOTE,
@@ -27,18 +28,7 @@ from reshard.families.rope import (
     rope_parameters,
     rotary_base,
 )
-from reshard.families.rules import (
-    Dims,
-    Rule,
-    attention,
-    decoder,
-    ends,
-    gated_mlp,
-    moe,
-    native,
-    norms,
-    same,
-)
+from reshard.families.rules import Rule, attention, decoder, ends, gated_mlp, moe, native, norms, same
 
 # Attention has biases, the MLP has none; Megatron-LM's add_bias_linear requires both.
 ZERO_BIAS = "biases of the MLP, which InternLM does not have"

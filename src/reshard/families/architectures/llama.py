@@ -8,9 +8,10 @@ from reshard.families.config_entries import Biases
 from reshard.families.config_map import GROUPED_HEADS, NO_QK_NORM
 from reshard.families.dialects import gguf, maxtext, nanotron, torchtitan
 from reshard.families.dialects.internevo import dialects, evo_llama
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
-from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms
+from reshard.families.rules import Rule, attention, decoder, ends, mlp, norms
 
 
 def dense(dims: Dims) -> Iterator[Rule]:

@@ -17,11 +17,11 @@ from reshard.families.config_entries import (
 )
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.dialects import torchtitan
+from reshard.families.dims import Dims, sparse_layers
 from reshard.families.family import MCORE_BRIDGE, Family
 from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import Rope, RopeLayers
 from reshard.families.rules import (
-    Dims,
     Rule,
     attention,
     decoder,
@@ -31,7 +31,6 @@ from reshard.families.rules import (
     norms,
     renamed,
     same,
-    sparse_layers,
     stacked_experts,
 )
 from reshard.families.transformers_5 import by_transformers

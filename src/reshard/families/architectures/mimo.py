@@ -8,9 +8,10 @@ from reshard.algebra.views import concat
 from reshard.families.architectures.llama import dense
 from reshard.families.config_entries import Const, FullAttention
 from reshard.families.config_map import GROUPED_HEADS, MTP, NO_QK_NORM, QKV_BIAS
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
-from reshard.families.rules import Dims, Rule, attention, mlp, native, norms, same, under
+from reshard.families.rules import Rule, attention, mlp, native, norms, same, under
 
 
 def rules(dims: Dims) -> Iterator[Rule]:

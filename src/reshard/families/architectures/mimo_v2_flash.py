@@ -20,11 +20,11 @@ from reshard.families.config_entries import (
     window_of,
 )
 from reshard.families.config_map import GROUPED_HEADS, MTP, NO_BIAS, NO_QK_NORM, ROUTER, SIGMOID_ROUTER
+from reshard.families.dims import Dims
 from reshard.families.family import MEGATRON_BRIDGE, Family
 from reshard.families.rope import PARTIAL_ROTARY_KEY, RotaryEmbedding, rope_parameters, rotary_base
 from reshard.families.rules import (
     Block,
-    Dims,
     Rule,
     attention,
     by_kind,

@@ -9,9 +9,10 @@ from functools import partial
 from reshard.families.config_entries import Args, Config, Const, Key, SigmoidNorm, Values
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, QK_NORM
 from reshard.families.dialects import gguf
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import PARTIAL_ROTARY_KEY, Rope, rope_parameters
-from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms, renamed
+from reshard.families.rules import Rule, attention, decoder, ends, moe, norms, renamed
 from reshard.families.transformers_5 import BLOCK_SPARSE_NAMES
 
 

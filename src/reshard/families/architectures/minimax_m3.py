@@ -22,10 +22,10 @@ from reshard.families.config_entries import (
     first,
 )
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, QK_NORM
+from reshard.families.dims import Dims, sparse_layers
 from reshard.families.family import MEGATRON_BRIDGE, Family
 from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rules import (
-    Dims,
     Rule,
     attention,
     decoder,
@@ -36,7 +36,6 @@ from reshard.families.rules import (
     norms,
     renamed,
     same,
-    sparse_layers,
     under,
 )
 from reshard.families.transformers_5 import by_transformers

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from reshard.families.config_entries import Key, SlidingWindow
 from reshard.families.config_map import EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.dialects import gguf, maxtext
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope
-from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms
+from reshard.families.rules import Rule, attention, decoder, ends, moe, norms
 from reshard.families.transformers_5 import BLOCK_SPARSE_NAMES
 
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from reshard.families.config_entries import Const, LayerTypes, SlidingWindow
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE_BRIDGE, Family
 from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import Rope
-from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, same
+from reshard.families.rules import Rule, attention, decoder, ends, mlp, same
 
 
 def rules(dims: Dims) -> Iterator[Rule]:

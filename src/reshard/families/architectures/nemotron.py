@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from reshard.families.config_entries import Activation, Const, Key
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
-from reshard.families.rules import Dims, Rule, attention, decoder, ends, norms, same
+from reshard.families.rules import Rule, attention, decoder, ends, norms, same
 
 
 def rules(dims: Dims) -> Iterator[Rule]:

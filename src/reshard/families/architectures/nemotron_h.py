@@ -20,20 +20,10 @@ from reshard.families.config_entries import (
     same_key,
 )
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM, ROUTER, SIGMOID_ROUTER
+from reshard.families.dims import Dims, layer_pattern
 from reshard.families.family import MEGATRON_BRIDGE, Family
 from reshard.families.outer_model import OuterModel
-from reshard.families.rules import (
-    Block,
-    Dims,
-    Rule,
-    attention,
-    ends,
-    layer_pattern,
-    native,
-    renamed,
-    same,
-    under,
-)
+from reshard.families.rules import Block, Rule, attention, ends, native, renamed, same, under
 from reshard.families.transformers_5 import ExpertNames, MemoryNames
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"

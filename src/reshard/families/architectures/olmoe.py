@@ -9,9 +9,10 @@ from functools import partial
 from reshard.families.config_entries import Const, Key
 from reshard.families.config_map import DERIVED_HEADS, EXPERTS_EVERYWHERE, NO_BIAS, NORM_TOPK, QK_NORM
 from reshard.families.dialects import gguf
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
-from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms, same
+from reshard.families.rules import Rule, attention, decoder, ends, moe, norms, same
 from reshard.families.transformers_5 import MemoryNames
 
 

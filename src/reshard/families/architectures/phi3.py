@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from reshard.families.config_entries import SlidingWindow
 from reshard.families.config_map import DERIVED_HEADS, NO_BIAS, NO_QK_NORM
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope
-from reshard.families.rules import Dims, Rule, attention, decoder, ends, fused_mlp, norms
+from reshard.families.rules import Rule, attention, decoder, ends, fused_mlp, norms
 
 
 def rules(dims: Dims) -> Iterator[Rule]:

@@ -8,9 +8,10 @@ from reshard.families.architectures.llama import dense
 from reshard.families.config_entries import Const, FullAttention, Key
 from reshard.families.config_map import DERIVED_HEADS, NO_QK_NORM, QKV_BIAS, QWEN_EXPERTS
 from reshard.families.dialects import gguf, maxtext, nanotron
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
-from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, moe, norms
+from reshard.families.rules import Rule, attention, decoder, ends, mlp, moe, norms
 from reshard.families.transformers_5 import MemoryNames
 
 

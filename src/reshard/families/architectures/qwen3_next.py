@@ -27,14 +27,13 @@ from reshard.families.config_entries import (
     same_key,
 )
 from reshard.families.config_map import GROUPED_HEADS, MTP, NO_BIAS, QK_NORM, ROUTER, SOFTMAX_ROUTER
+from reshard.families.dims import Dims, delta_layers
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import (
     Block,
-    Dims,
     Rule,
     attention,
-    delta_layers,
     ends,
     mlp,
     moe,

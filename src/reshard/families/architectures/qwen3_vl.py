@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from reshard.families.architectures.llama import dense
 from reshard.families.architectures.qwen3 import UNBIASED
 from reshard.families.config_map import GROUPED_HEADS, QWEN_EXPERTS
+from reshard.families.dims import Dims
 from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import MultimodalRope
-from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms, same, stacked_experts
+from reshard.families.rules import Rule, attention, decoder, ends, mlp, norms, same, stacked_experts
 from reshard.families.towers import Tower
 from reshard.families.transformers_5 import MemoryNames
 

@@ -16,21 +16,9 @@ from reshard.families.architectures.qwen3_5 import SEES, by_kind
 from reshard.families.architectures.qwen3_next import SHARED_EXPERT, delta_net
 from reshard.families.architectures.qwen3_vl import TOWER
 from reshard.families.config_entries import NEGATED, Const, Key, same_key
+from reshard.families.dims import MOST_MODULES, N_GRAMS, Dims
 from reshard.families.family import MCORE_BRIDGE, Family
-from reshard.families.rules import (
-    MOST_MODULES,
-    N_GRAMS,
-    Block,
-    Dims,
-    Rule,
-    attention,
-    ends,
-    moe,
-    native,
-    same,
-    stacked_experts,
-    under,
-)
+from reshard.families.rules import Block, Rule, attention, ends, moe, native, same, stacked_experts, under
 from reshard.families.rules import by_kind as layers_by_kind
 from reshard.families.transformers_5 import by_transformers
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from reshard.families.config_entries import Args, Config, ConfigEntry, Const, Key, Values, same_key
 from reshard.families.config_map import GROUPED_HEADS, MTP, NO_BIAS
+from reshard.families.dims import Dims
 from reshard.families.family import MEGATRON_BRIDGE, Family
 from reshard.families.rules import (
     Block,
-    Dims,
     Rule,
     attention,
     by_kind,

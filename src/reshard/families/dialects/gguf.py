@@ -16,10 +16,10 @@ from functools import partial
 from reshard.algebra.views import View, concat
 from reshard.families.dialect import Dialect
 from reshard.families.dialects.internevo import heads_in_halves
+from reshard.families.dims import Dims
 from reshard.families.rules import (
     GATED,
     Block,
-    Dims,
     ReversibleStep,
     Rule,
     Step,

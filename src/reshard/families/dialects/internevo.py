@@ -14,8 +14,9 @@ from functools import partial
 
 from reshard.algebra.views import View, concat
 from reshard.families.dialect import Dialect
+from reshard.families.dims import Dims
 from reshard.families.family import Rules
-from reshard.families.rules import GATED, Block, Dims, Rule, native, same, under
+from reshard.families.rules import GATED, Block, Rule, native, same, under
 
 HUB_LAYER = "model.layers.{layer}"
 W123 = ("w1", "w3", "w2")

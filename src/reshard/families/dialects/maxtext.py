@@ -20,10 +20,10 @@ from math import frexp, ldexp, prod, sqrt
 from reshard.algebra.views import View
 from reshard.families.dialect import Dialect
 from reshard.families.dialects.internevo import in_halves
+from reshard.families.dims import Dims
 from reshard.families.rules import (
     GATED,
     Block,
-    Dims,
     ReversibleStep,
     Rule,
     Step,

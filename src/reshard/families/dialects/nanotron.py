@@ -12,8 +12,9 @@ from functools import partial
 
 from reshard.families.dialect import Dialect
 from reshard.families.dialects.internevo import heads_in_halves
+from reshard.families.dims import Dims
 from reshard.families.family import Rules
-from reshard.families.rules import Block, Dims, Rule, layer_rules, native, outer_rules, same
+from reshard.families.rules import Block, Rule, layer_rules, native, outer_rules, same
 
 MODEL_PREFIX = "model."
 EMBEDDING = f"{MODEL_PREFIX}token_position_embeddings.pp_block.token_embedding.weight"

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from reshard.algebra.views import View, concat
 from reshard.families.dialect import Dialect
+from reshard.families.dims import Dims
 from reshard.families.rules import (
     Block,
-    Dims,
     Rule,
     latent_attention,
     layer_rules,

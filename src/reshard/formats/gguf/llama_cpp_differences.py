@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.base.errors import Problem
-from reshard.families.rules import Dims
+from reshard.families.dims import Dims
 from reshard.formats.gguf.hyperparameters import ARCHITECTURES, completed, model_type, ropes
 
 Config = Mapping[str, Any]

@@ -14,8 +14,8 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
+from reshard.families.dims import Dims
 from reshard.families.rope import rope_parameters
-from reshard.families.rules import Dims
 from reshard.formats.contract import Request, Writing
 from reshard.formats.internlm.model_config import MODEL_CONFIG, engine_config, is_dynamic
 from reshard.formats.internlm.tensor_names import EMBEDDINGS, HEAD_NAMES, place_of, split_of

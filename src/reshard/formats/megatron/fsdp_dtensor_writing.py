@@ -23,8 +23,8 @@ from reshard.base.errors import ReshardError
 from reshard.containers.dcp_chunks import ChunkFolder
 from reshard.containers.dcp_metadata import DcpChunk, DcpTensor
 from reshard.containers.torchfiles.write import image_bytes, layout_torch_file
+from reshard.families.dims import layer_pattern
 from reshard.families.family import MCORE_BRIDGE
-from reshard.families.rules import layer_pattern
 from reshard.folders import iterations
 from reshard.formats.contract import Request
 from reshard.formats.dcp.optimizer_states import DcpOptimizer as TorchOptimizer

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.algebra.layout import Layout
-from reshard.families.rules import LAYER_PATTERN, layer_pattern
+from reshard.families.dims import LAYER_PATTERN, layer_pattern
 from reshard.formats.megatron.mcore import MegatronPosition
 from reshard.formats.options import GPT, HYBRID
 

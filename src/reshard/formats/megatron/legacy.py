@@ -23,7 +23,7 @@ from reshard.containers.torchfiles.read import read_dict
 from reshard.containers.torchfiles.untrusted import stored_in
 from reshard.containers.torchfiles.write import FileImage, NewTensor, layout_torch_file
 from reshard.families.dialect import MEGATRON
-from reshard.families.rules import LAYER_PATTERN, layer_pattern
+from reshard.families.dims import LAYER_PATTERN, layer_pattern
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, ModelDescription

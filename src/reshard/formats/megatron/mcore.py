@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from reshard.algebra.layout import Layout, SavedLayout
 from reshard.base.errors import Problem, raise_all
 from reshard.containers.torchfiles.pickles import Opaque
-from reshard.families.rules import LAYER_PATTERN, MOST_MODULES, windowed_layers
+from reshard.families.dims import LAYER_PATTERN, MOST_MODULES, windowed_layers
 from reshard.formats.sharding import Split
 
 FUSED_NORMS = {

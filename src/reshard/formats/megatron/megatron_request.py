@@ -9,9 +9,9 @@ from typing import Any
 
 from reshard.algebra.dtypes import BY_NAME, dtype
 from reshard.base.errors import ReshardError
+from reshard.families.dims import MAX_NUMBER, layer_pattern
 from reshard.families.family import ENGINE_TITLES, MCORE, MCORE_BRIDGE
 from reshard.families.megatron_flags import flags_not_restored
-from reshard.families.rules import MAX_NUMBER, layer_pattern
 from reshard.folders import iterations
 from reshard.folders.base_hints import RUN_CONFIG
 from reshard.folders.iterations import Iteration

@@ -7,7 +7,7 @@ from math import gcd
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, raise_all
-from reshard.families.rules import Dims
+from reshard.families.dims import Dims
 from reshard.families.sized_family import Model
 from reshard.formats.sharding import SharedSize, divided, misfits
 

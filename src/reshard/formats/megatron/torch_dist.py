@@ -29,7 +29,7 @@ from reshard.containers.dcp_metadata import (
 )
 from reshard.containers.torchfiles.read import ChunkReader
 from reshard.containers.torchfiles.write import image_bytes, layout_torch_file
-from reshard.families.rules import layer_pattern
+from reshard.families.dims import layer_pattern
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint

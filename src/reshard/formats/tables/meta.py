@@ -24,8 +24,8 @@ from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.plain_json import to_json
 from reshard.families.dialects.internevo import dialect
+from reshard.families.dims import Dims
 from reshard.families.rope import rope_parameters
-from reshard.families.rules import Dims
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.folders.json_objects import read_object

@@ -14,7 +14,7 @@ from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.plain_yaml import yaml_of
 from reshard.families.dialects.nanotron import QKV
-from reshard.families.rules import MOST_MODULES
+from reshard.families.dims import MOST_MODULES
 from reshard.folders.json_objects import read_object
 from reshard.transfer.source_files import Sources
 
