@@ -275,7 +275,8 @@ def both_spellings(config: Config) -> Values:
     """
     rope = rope_parameters(config)
     stated = [*rope.values(), *(config.get("rope_parameters") or {}).values()]
-    if "rope_theta" not in rope or any(isinstance(value, Mapping | list) for value in stated):
+    by_layer = isinstance(rope.get("rope_theta"), list) or any(isinstance(each, Mapping) for each in stated)
+    if "rope_theta" not in rope or by_layer:
         return {}
     settings = {key: rope[key] for key in ("rope_theta", PARTIAL_ROTARY_KEY) if key in rope}
     scaling = {key: value for key, value in rope.items() if key not in settings}
