@@ -47,9 +47,10 @@ NEWER = {
         "cwm",
         "qwen3_next",
         "qwen3_5_text",
+        "hy_v3",
     ),
-    "4.53": ("glm4_moe", "ernie4_5", "cwm", "qwen3_next", "qwen3_5_text"),
-    "4.57": ("cwm", "qwen3_5_text"),
+    "4.53": ("glm4_moe", "ernie4_5", "cwm", "qwen3_next", "qwen3_5_text", "hy_v3"),
+    "4.57": ("cwm", "qwen3_5_text", "hy_v3"),
 }
 """Families that a version does not support, or not completely."""
 
@@ -81,6 +82,6 @@ def test_transformers_4_reads_the_portable_config_alike(version: str, tmp_path: 
             np.load(folder / "logits.npy"),
             expected,
             rtol=1e-5,
-            atol=1e-5,
+            atol=2e-5,  # a delta net is a sum over all earlier tokens, in another order in each release
             err_msg=f"{folder.name}, {version}",
         )
