@@ -76,7 +76,11 @@ def plain(folder: Path) -> Path:
     tensors |= {f"mtp.0.{each}_proj.weight": torch.randn(256, 256).bfloat16() for each in "eh"}
     norms = {f"mtp.0.{each}.weight": tensors["norm.weight"].flip(0) for each in ("enorm", "hnorm", "norm")}
     ends = {f"mtp.0.{name}": each.flip(0) for name, each in tensors.items() if name.startswith("hc_head_")}
-    tensors |= {name: each.contiguous() for name, each in {**norms, **ends}.items()}
+    copies = {
+        "mtp.0.emb.tok_emb.weight": tensors["embed.weight"],
+        "mtp.0.head.weight": tensors["head.weight"],
+    }
+    tensors |= {name: each.clone().contiguous() for name, each in {**norms, **ends, **copies}.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -163,6 +163,7 @@ _LAYER = re.compile(r"(?:(?:model|language_model|text_model|llm|thinker|mtp)\.)*
 _UNQUANTIZED_MODULES = {
     *("gate", "router", "shared_expert_gate", "eh_proj", "embed_tokens", "shared_head", "conv1d"),
     *("in_proj_a", "in_proj_b", "in_proj_ba", "weights_proj", "compressor", "markov_head", "confidence_head"),
+    *("tok_emb", "head"),
 }
 """Modules of a layer that DeepSeek, Qwen, MiniMax and Zhipu leave unquantized in their FP8 folders."""
 
