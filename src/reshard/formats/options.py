@@ -38,7 +38,7 @@ class BaseOption:
 
     fill_from: Annotated[
         StrPath | None,
-        About("Complete model, from which tensors that SRC lacks are taken; also its --base.", "PATH"),
+        About("Complete model that provides the tensors SRC lacks; also used as --base.", "PATH"),
     ] = None
 
     @cached_property
