@@ -97,8 +97,8 @@ class SavedCheckpoints:
 def saved_in(folder: Path, since: float = 0.0) -> SavedCheckpoints:
     """The checkpoints in `folder` that have changed since a time in Unix seconds, until a complete one is found."""
     saved = SavedCheckpoints()
-    for when, place in sorted(_candidates(folder, since), reverse=True)[:MAX_OPENED]:
-        checkpoint = _checkpoint_at(when, place, folder)
+    for when, place in steps_in(folder, since)[:MAX_OPENED]:
+        checkpoint = checkpoint_at(when, place, folder)
         if isinstance(checkpoint, FoundCheckpoint):
             saved.checkpoints.append(checkpoint)
         elif checkpoint:
@@ -108,7 +108,7 @@ def saved_in(folder: Path, since: float = 0.0) -> SavedCheckpoints:
     return saved
 
 
-def _checkpoint_at(when: float, place: Path, top: Path) -> FoundCheckpoint | list[str]:
+def checkpoint_at(when: float, place: Path, top: Path) -> FoundCheckpoint | list[str]:
     """A checkpoint, or what shows that it is none; nothing if it may be anything, or is `top` with its steps."""
     if lost := _damage(place):
         return lost
@@ -152,14 +152,14 @@ def step_of(place: Path) -> int | None:
     )
 
 
-def _candidates(folder: Path, since: float) -> list[tuple[float, Path]]:
-    """Steps, and the folder itself if it has weights, with the time of their last change."""
+def steps_in(folder: Path, since: float = 0.0) -> list[tuple[float, Path]]:
+    """Steps, and the folder itself if it has weights, with the time of their last change, the latest first."""
     places = [(_change_time(each), each) for each in _steps(folder)]
     names = [each for each in _entries(folder) if step_of(each) is None]
     weights = [each.stat().st_mtime for each in names if each.suffix in declared().weights]
     if (weights or not places) and folder.is_dir() and detect(folder):
         places.append((max(weights, default=_change_time(folder)), folder))
-    return [(when, each) for when, each in places if when >= since]
+    return sorted(((when, each) for when, each in places if when >= since), reverse=True)
 
 
 def _steps(top: Path) -> Iterator[Path]:
