@@ -91,6 +91,43 @@ class Opening(MergeOption, DtypeOption, BaseOption):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FolderOutput:
+    """What also matters for an output without ranks. Each field is a flag of the same name, and an argument."""
+
+    quantize: Annotated[
+        str | None,
+        About(
+            "Quantize the linear layers of a Hugging Face output (fp8, fp8-ue8m0, nvfp4; mxfp4 is for gpt-oss only), "
+            "or choose the type of a GGUF output (f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, tq1_0, tq2_0, mxfp4), "
+            "or the bits and the group of an MLX output (affine-2, -3, -4, -5, -6 or -8, in groups of 64, or "
+            "affine-4-32 …).",
+            "KIND",
+        ),
+    ] = None
+    max_shard_size: Annotated[
+        int | str | None,
+        About(f"Maximum size of a weights file. [default: {SHARD_SIZE}; GGUF: one file]", "SIZE", unit=BYTES),
+    ] = None
+    trust: Annotated[
+        str,
+        About(
+            "Which to believe where config.json and the checkpoint disagree.",
+            choices=("checkpoint", "config"),
+            group=ADVANCED,
+            only_reads=True,
+        ),
+    ] = "checkpoint"
+    no_tokenizer: Annotated[bool, About("Continue without a tokenizer.", group=ADVANCED, only_reads=True)] = (
+        False
+    )
+
+    @property
+    def shard_size(self) -> int:
+        """The most bytes of a file of weights, in formats that divide them."""
+        return parse_size(self.max_shard_size or SHARD_SIZE, "--max-shard-size")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Output:
     """What is written. Each field is a flag of the same name, and an argument."""
 
@@ -158,32 +195,6 @@ class Output:
             group=LAYOUT,
         ),
     ] = None
-    quantize: Annotated[
-        str | None,
-        About(
-            "Quantize the linear layers of a Hugging Face output (fp8, fp8-ue8m0, nvfp4; mxfp4 is for gpt-oss only), "
-            "or choose the type of a GGUF output (f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, tq1_0, tq2_0, mxfp4), "
-            "or the bits and the group of an MLX output (affine-2, -3, -4, -5, -6 or -8, in groups of 64, or "
-            "affine-4-32 …).",
-            "KIND",
-        ),
-    ] = None
-    max_shard_size: Annotated[
-        int | str | None,
-        About(f"Maximum size of a weights file. [default: {SHARD_SIZE}; GGUF: one file]", "SIZE", unit=BYTES),
-    ] = None
-    trust: Annotated[
-        str,
-        About(
-            "Which to believe where config.json and the checkpoint disagree.",
-            choices=("checkpoint", "config"),
-            group=ADVANCED,
-            only_reads=True,
-        ),
-    ] = "checkpoint"
-    no_tokenizer: Annotated[bool, About("Continue without a tokenizer.", group=ADVANCED, only_reads=True)] = (
-        False
-    )
     adapter_for: Annotated[
         str | None,
         About(
@@ -211,14 +222,9 @@ class Output:
         etp = self.tp if self.etp is None else self.etp
         return Layout(self.tp, self.pp, self.vpp, self.ep, etp, self.stages, dp=self.dp or 1)
 
-    @property
-    def shard_size(self) -> int:
-        """The most bytes of a file of weights, in formats that divide them."""
-        return parse_size(self.max_shard_size or SHARD_SIZE, "--max-shard-size")
-
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionOptions(Opening, StepOption, Output):
+class ConversionOptions(FolderOutput, Opening, StepOption, Output):
     """The flags of `reshard convert` that decide what is in the output, and files to copy into it, by their names."""
 
     beside: Mapping[str, Path] = field(default_factory=dict)
