@@ -78,12 +78,16 @@ class Batch:
     def windows(self, limit: int, begin: int) -> Iterator[tuple[int, int]]:
         """Cut the bytes after `begin` into ranges of at most `limit` bytes, at page and element boundaries."""
         while begin < self.end:
-            end = min(self.end, begin + limit - begin % PAGE_BYTES)
-            for block in self.blocks:
-                if block.offset < end < block.offset + block.nbytes:
-                    end -= (end - block.offset) % block.dtype.itemsize
+            end = self.element_at(min(self.end, begin + limit - begin % PAGE_BYTES))
             yield begin, end
             begin = end
+
+    def element_at(self, place: int) -> int:
+        """Where the element begins that has byte `place` of the file; the same place if there is no element."""
+        for block in self.blocks:
+            if block.offset < place < block.offset + block.nbytes:
+                return place - (place - block.offset) % block.dtype.itemsize
+        return place
 
     def fill(
         self, raw: np.ndarray[Any, Any], begin: int, streams: list[BlockState], gatherer: Gatherer

@@ -242,7 +242,7 @@ def _strided(array: np.ndarray[Any, Any], first: int, axes: list[tuple[int, int]
     return as_strided(array[first:], shape, [stride * array.itemsize for _, stride in axes])
 
 
-def _crc_problem(storage: Storage, tensor: str | None) -> Problem:
+def crc_problem(storage: Storage, tensor: str | None) -> Problem:
     """The error for a storage whose bytes have changed since they were written."""
     return Problem(
         "checksum-mismatch",
@@ -258,4 +258,4 @@ def _crc_problem(storage: Storage, tensor: str | None) -> Problem:
 def check_sums(ledger: Ledger, names: Mapping[Storage, str]) -> None:
     """Raise ReshardError for each storage whose bytes do not have the recorded CRC32."""
     if wrong := ledger.settle():
-        raise ReshardError([_crc_problem(storage, names.get(storage)) for storage in wrong])
+        raise ReshardError([crc_problem(storage, names.get(storage)) for storage in wrong])

@@ -243,6 +243,13 @@ class Ledger:
         with self._lock:
             return self._checksum(storage) == storage.crc32
 
+    def is_wrong(self, storage: Storage) -> bool:
+        """Whether all bytes of a storage were read, and do not have the recorded checksum."""
+        if storage.crc32 is None:
+            return False
+        with self._lock:
+            return self._checksum(storage) not in (None, storage.crc32)
+
     def _checksum(self, storage: Storage) -> int | None:
         """The CRC32 of a storage; None unless complete ranges cover exactly its bytes."""
         ranges = self.passed.get(storage.path, ByteRanges())

@@ -209,18 +209,21 @@ class Sources:
         """
         refresh(filter(is_remote, self._notes))
         return [
-            Problem(
-                "source-changed",
-                "a source changed while it was read",
-                file=path,
-                rule="the source must not change during the run",
-                expected=str(note.stamp),
-                found=state,
-                remedy="wait until nothing writes to the source any more, then run the same command again",
-            )
+            _changed(path, note.stamp, state)
             for path, note in self._notes.items()
             if (state := self._otherwise(path, note, passed))
         ]
+
+    def reopened(self, path: str) -> OpenFile:
+        """A file that was opened before, to read more of it. Raises OSError, and ReshardError if it has changed."""
+        file = open_file(path)
+        self.check_unchanged(path, file)
+        return file
+
+    def check_unchanged(self, path: str, file: OpenFile) -> None:
+        """Raise ReshardError if an open file is not as it was when it was first opened."""
+        if (stamp := file.stamp()) != self._notes[path].stamp:
+            raise ReshardError([_changed(path, self._notes[path].stamp, str(stamp))])
 
     def _otherwise(self, path: str, note: _FileRecord, passed: Passed | None) -> str | None:
         """The state of a file now, if it has changed. Raises ReshardError if the system does not show it.
@@ -281,6 +284,18 @@ class Sources:
             raise
         if problems := self.changed(passed):
             raise ReshardError(problems)
+
+
+def _changed(path: str, before: Stamp, now: str) -> Problem:
+    return Problem(
+        "source-changed",
+        "a source changed while it was read",
+        file=path,
+        rule="the source must not change during the run",
+        expected=str(before),
+        found=now,
+        remedy="wait until nothing writes to the source any more, then run the same command again",
+    )
 
 
 def _as_read(note: _FileRecord, ranges: ByteRanges) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from reshard.base.errors import ReshardError
 from reshard.stores import OpenFile, open_file
@@ -17,6 +17,11 @@ class OpenFiles:
         self._limit, self._opener = limit, opener
         self.read_bytes = 0
         """Bytes that were read."""
+
+    @property
+    def opened(self) -> Mapping[str, OpenFile]:
+        """The files that are open, by path."""
+        return self._open
 
     def file(self, path: str) -> OpenFile:
         file = self._open.get(path)
