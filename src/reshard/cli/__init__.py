@@ -41,6 +41,7 @@ COMMANDS = {
     "inspect": "Show what a checkpoint is, whether it is complete, and what to type next.",
     "convert": "Convert a checkpoint to another format or parallel layout.",
     "verify": "Compare the weights of two checkpoints bit for bit.",
+    "serve": "Show checkpoints as models of a Hub, without converting them.",
     "guard": "Run a training command, and watch over it.",
     "train": "Write a training recipe, and run it under guard.",
     "doctor": "Explain why a log, script, checkpoint or machine fails, and how to fix it.",

@@ -33,16 +33,19 @@ _CACHED = re.compile(r"models--([^/]+)--([^/]+)")
 """The folder of a repository in huggingface_hub's cache."""
 
 
-def model_card(plan: Plan, options: ConversionOptions, repository: str) -> bytes:
-    """The README.md of a repository (`Org/Name`) for the output of a plan. It contains no path of this machine."""
+def model_card(plan: Plan, options: ConversionOptions, repository: str, *, has_digests: bool = True) -> bytes:
+    """The README.md of a repository (`Org/Name`) for the output of a plan. It contains no path of this machine.
+
+    `has_digests` says that the plan was executed: its record then has a digest of each file.
+    """
     about = yaml.safe_dump(_metadata(plan, options), sort_keys=False, allow_unicode=True)
     parts = [
         f"---\n{about}---",
-        SIGNATURE,
+        *([SIGNATURE] if has_digests else []),
         f"# {repository.split('/')[-1]}",
         _origin(plan),
         _table(plan, options),
-        _CHECK.format(repository=repository),
+        *([_CHECK.format(repository=repository)] if has_digests else []),
     ]
     return "\n\n".join(parts).encode()
 

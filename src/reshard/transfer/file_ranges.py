@@ -8,12 +8,14 @@ soon as all bytes of a storage were read, and that no cast makes a finite value 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 
+from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import cells_of
 from reshard.base.errors import ReshardError
 from reshard.transfer.batch import Batch, BlockState, batches
@@ -40,25 +42,31 @@ class FileRanges:
 
     def __init__(self, plan: Plan, share: ThreadShare) -> None:
         self._files = {file.path: file for file in plan.files}
-        self._sources, self._share = plan.sources, share
+        self._sources, self.share = plan.sources, share
         self._ledger = Ledger(most=share.ranges)
         self._windows = Windows(share.windows) if share.windows else None
         self._batches: OrderedDict[str, list[Batch]] = OrderedDict()
         self._idle: deque[_RangeReader] = deque()
         self._lock = Lock()
+        self._is_closed = False
+
+    def parts(self, path: str, begin: int, end: int) -> list[RangePart]:
+        """Bytes `begin` to `end` of a file, as consecutive parts."""
+        return [
+            RangePart(self, batch, max(begin, batch.begin), min(end, batch.end))
+            for batch in self._batches_of(path)
+            if batch.begin < end and batch.end > begin
+        ]
 
     def read(self, path: str, begin: int, end: int) -> Iterator[tuple[memoryview, int]]:
-        """Bytes `begin` to `end` of a file in consecutive parts, each with the bytes of sources read for it.
-
-        Each part may be asked for by another thread. Raises ReshardError as soon as a source has changed, is damaged
-        or cannot be read.
-        """
-        for batch in self._batches_of(path):
-            if batch.begin < end and batch.end > begin:
-                yield from self._read(batch, max(begin, batch.begin), min(end, batch.end))
+        """The same bytes, window by window, each with the bytes of sources read for it. Raises what parts raise."""
+        for part in self.parts(path, begin, end):
+            for window in part.windows():
+                yield part.read(window)
 
     def close(self) -> None:
-        """Close all files that no thread is reading."""
+        """Close all files, those that a thread is reading when it has read."""
+        self._is_closed = True
         while self._idle:
             self._idle.pop().files.close()
 
@@ -71,47 +79,89 @@ class FileRanges:
                 self._batches.popitem(last=False)
             return self._batches[path]
 
-    def _read(self, batch: Batch, begin: int, end: int) -> Iterator[tuple[memoryview, int]]:
-        blocks = [each for each in batch.blocks if each.offset < end and each.offset + each.nbytes > begin]
-        streams = [BlockState(block) for block in blocks]
-        limit = self._share.wide if any(map(BlockState.is_transposed, streams)) else SERVED_WINDOW_BYTES
-        needed = batch.element_at(end + MAX_ITEMSIZE - 1)
-        for first, whole in batch.windows(limit, batch.element_at(begin)):
-            if first >= end:
-                return
-            last = min(whole, needed)
-            raw = np.empty(last - first, np.uint8)
-            with self._reader() as reader:
-                before = reader.files.read_bytes
-                batch.fill(raw, first, streams, reader.gatherer)
-                for path, file in reader.files.opened.items():
-                    self._sources.check_unchanged(path, file)
-                read = reader.files.read_bytes - before
-            self._check(streams, is_last=last >= end)
-            yield raw.data[max(begin - first, 0) : end - first], read
-
     @contextmanager
-    def _reader(self) -> Iterator[_RangeReader]:
+    def reader(self) -> Iterator[_RangeReader]:
         """A reader that no other thread has meanwhile."""
         try:
             reader = self._idle.pop()
         except IndexError:
             files = OpenFiles(opener=self._sources.reopened)
-            reader = _RangeReader(files, Gatherer(files, self._ledger, self._share.gathering, self._windows))
-        yield reader
-        reader.gatherer.take_passed()  # the ledger has these ranges, and no journal needs them
-        self._idle.append(reader)
+            reader = _RangeReader(files, Gatherer(files, self._ledger, self.share.gathering, self._windows))
+        try:
+            yield reader
+        finally:
+            reader.gatherer.take_passed()  # the ledger has these ranges, and no journal needs them
+            reader.gatherer.take_lost()
+            self._idle.append(reader)
+            if self._is_closed:
+                self.close()
 
-    def _check(self, streams: list[BlockState], *, is_last: bool) -> None:
-        """Raise ReshardError for values that were lost, and if it is the last part, for wrong checksums."""
+    def check_unchanged(self, files: OpenFiles) -> None:
+        """Raise ReshardError if an open file has changed since the plan was made."""
+        for path, file in files.opened.items():
+            self._sources.check_unchanged(path, file)
+
+    def check_sums(self, names: Mapping[Storage, str]) -> None:
+        """Raise ReshardError for storages that were read completely, and do not have the recorded CRC32."""
+        if wrong := [storage for storage in names if self._ledger.is_wrong(storage)]:
+            raise ReshardError([crc_problem(storage, names[storage]) for storage in wrong])
+
+
+class ReadWindow(NamedTuple):
+    """Bytes `begin` to `end` of a file, computed at once; both are at ends of elements."""
+
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+class RangePart:
+    """Bytes `begin` to `end` of a file, all in one batch. Its views are compiled by `windows`."""
+
+    def __init__(self, ranges: FileRanges, batch: Batch, begin: int, end: int) -> None:
+        self._ranges, self._batch, self._begin, self._end = ranges, batch, begin, end
+        self._streams: list[BlockState] = []
+
+    def windows(self) -> list[ReadWindow]:
+        """What to read, in this order."""
+        begin, end = self._begin, self._end
+        blocks = (
+            each for each in self._batch.blocks if each.offset < end and each.offset + each.nbytes > begin
+        )
+        self._streams = [BlockState(block) for block in blocks]
+        is_transposed = any(map(BlockState.is_transposed, self._streams))
+        limit = self._ranges.share.wide if is_transposed else SERVED_WINDOW_BYTES
+        needed = self._batch.element_at(end + MAX_ITEMSIZE - 1)
+        windows = self._batch.windows(limit, self._batch.element_at(begin))
+        return [ReadWindow(first, min(last, needed)) for first, last in windows if first < end]
+
+    def read(self, window: ReadWindow) -> tuple[memoryview, int]:
+        """The bytes of a window that belong to this part, and how many bytes of sources were read for them.
+
+        Raises ReshardError and OSError if a source has changed, is damaged or cannot be read.
+        """
+        raw = np.empty(window.nbytes, np.uint8)
+        with self._ranges.reader() as reader:
+            before = reader.files.read_bytes
+            self._batch.fill(raw, window.begin, self._streams, reader.gatherer)
+            self._ranges.check_unchanged(reader.files)
+            read = reader.files.read_bytes - before
+        self._check(is_last=window.end >= self._end)
+        return raw.data[max(self._begin - window.begin, 0) : self._end - window.begin], read
+
+    def _check(self, *, is_last: bool) -> None:
+        """Raise ReshardError for values that were lost, and at the end for wrong checksums."""
+        streams = self._streams
         lost = [overflow_problem(each.block.name, each.overflow) for each in streams if each.overflow]
         if lost:
             raise ReshardError(lost)
-        if not is_last:
-            return
-        names = {cells.storage: each.block.name for each in streams for cells in cells_of(each.view)}
-        if wrong := [storage for storage in names if self._ledger.is_wrong(storage)]:
-            raise ReshardError([crc_problem(storage, names[storage]) for storage in wrong])
+        if is_last:
+            self._ranges.check_sums(
+                {cells.storage: each.block.name for each in streams for cells in cells_of(each.view)}
+            )
 
 
 class _RangeReader:

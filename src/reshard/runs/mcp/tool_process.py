@@ -15,7 +15,7 @@ from typing import Any
 from reshard.base.errors import Problem
 from reshard.base.exceptions_to_problems import problems_of
 from reshard.base.foreign_text import printable_json, strict
-from reshard.runs.mcp.confinement import confine
+from reshard.runs.confinement import confine
 
 MEMBERS_KEPT = (1000, 300, 100, 30, 10, 3, 1, 0)
 """Members of each list and object that are kept: the most that fit."""

@@ -1,7 +1,7 @@
-"""What a tool may do: read files below the folders of the server, and nothing else.
+"""What a server may do: read files below its folders, and nothing else.
 
 Paths that a client names are checked first. Links, and names in indexes and configs, lead to other files later: so the
-process of a call checks, by Python's audit events, each file that any module opens, and each folder that it lists. The
+process that reads checks, by Python's audit events, each file that any module opens, and each folder that it lists. The
 packages and what the system tells (/proc, /sys) are readable besides.
 """
 
@@ -10,19 +10,20 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from reshard.base.errors import ReshardError, listed
 
 READING_EVENTS = ("open", "os.listdir", "os.scandir")
+CONNECTING_EVENTS = ("socket.connect", "socket.getaddrinfo", "socket.sendto", "socket.sendmsg")
 REFUSED_EVENTS = (
     *("os.chmod", "os.chown", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.setxattr"),
     *("os.symlink", "os.truncate", "os.utime", "os.exec", "os.fork", "os.posix_spawn", "os.system"),
-    *("subprocess.Popen", "socket.bind", "socket.connect", "socket.getaddrinfo"),
-    *("socket.sendto", "socket.sendmsg"),
+    *("subprocess.Popen", "socket.bind", *CONNECTING_EVENTS),
 )
-"""Events of all else that a tool could do: writing, starting programs, connecting to others."""
+"""Events of all else that a process could do: writing, starting programs, connecting to others."""
+MCP = "reshard mcp FOLDER …"
 WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -31,12 +32,20 @@ def located(named: str, folders: Sequence[str]) -> str:
     is_path = "://" not in named and "\0" not in named
     real = os.path.realpath(os.path.join(folders[0], named)) if is_path else named  # noqa: PTH118
     if not _is_below(real, folders):
-        raise _outside(named, real, folders)
+        raise _outside(named, real, folders, MCP)
     return real
 
 
-def confine(folders: Sequence[str], packages: Sequence[str]) -> list[ReshardError]:
+def confine(
+    folders: Sequence[str],
+    packages: Sequence[str],
+    *,
+    command: str = MCP,
+    refused_events: Collection[str] = REFUSED_EVENTS,
+) -> list[ReshardError]:
     """Refuse this process everything but reading below `folders`. It cannot be undone.
+
+    `command` is how a user starts it with more folders.
 
     Returns the list to which paths elsewhere are added when they are refused: who reads may take that for damage.
     """
@@ -46,14 +55,14 @@ def confine(folders: Sequence[str], packages: Sequence[str]) -> list[ReshardErro
 
     def check_event(event: str, arguments: tuple[Any, ...]) -> None:
         first = arguments[0] if arguments else None
-        if event in REFUSED_EVENTS or (
+        if event in refused_events or (
             event == "open" and arguments[2] & WRITING_FLAGS and first != os.devnull
         ):
-            raise PermissionError(errno.EPERM, f"tools only read: {event}")
+            raise PermissionError(errno.EPERM, f"this process only reads: {event}")
         if event == "import" and first == "tensorstore":
             raise ReshardError(
                 "orbax-not-confined",
-                "tools do not read Orbax checkpoints, because tensorstore opens files without an event",
+                "a server does not read Orbax checkpoints, because tensorstore opens files without an event",
                 remedy="run the command in a shell",
             )
         if event in READING_EVENTS and isinstance(
@@ -62,21 +71,21 @@ def confine(folders: Sequence[str], packages: Sequence[str]) -> list[ReshardErro
             path = os.fsdecode(first)
             real, typed = os.path.realpath(path), os.path.abspath(path)  # noqa: PTH100  # follows no links
             if not _is_below(real, folders if _is_below(typed, folders) else besides):
-                refused.append(_outside(path, real, folders))
+                refused.append(_outside(path, real, folders, command))
                 raise refused[-1]
 
     sys.addaudithook(check_event)
     return refused
 
 
-def _outside(path: str, real: str, folders: Sequence[str]) -> ReshardError:
+def _outside(path: str, real: str, folders: Sequence[str], command: str) -> ReshardError:
     return ReshardError(
         "path-outside-folders",
         "a path leads out of the folders of this server",
         file=path,
         expected=f"a local path below {listed(folders)}",
         found=real,
-        remedy="name another path, or start the server with that folder too: reshard mcp FOLDER …",
+        remedy=f"name another path, or start the server with that folder too: {command}",
     )
 
 

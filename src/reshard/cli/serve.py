@@ -1,0 +1,59 @@
+"""`reshard serve`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from reshard.base.foreign_text import escape
+from reshard.base.quantities import size
+from reshard.cli.console import common_options, handles_errors, stdout
+from reshard.cli.options import SOURCE
+from reshard.cli.record import record_options
+from reshard.cli.usage import Command
+from reshard.runs.serve.options import ServeOptions
+
+
+@click.command("serve", cls=Command)
+@click.argument("paths", nargs=-1, required=True, type=SOURCE, metavar="PATH …")
+@record_options(ServeOptions)
+@common_options
+@handles_errors
+def command(paths: tuple[Path, ...], *, json_output: bool, options: ServeOptions) -> None:
+    """Show the checkpoints below each PATH as models of a Hugging Face Hub, without converting them.
+
+    Programs that are started with HF_ENDPOINT set to the address load them by name: local/RUN, with a step of the run
+    as its revision. The bytes of each file are those that `convert` would write, and are computed when they are asked
+    for. Nothing is written. Needs the packages starlette and uvicorn, from the extra reshard[serve].
+
+    \b
+      reshard serve runs/
+      export HF_ENDPOINT=http://127.0.0.1:8765
+      hf download local/my-run --local-dir model
+      vllm serve local/my-run --revision iter_0000200
+    """
+    from reshard.runs.serve.server import listening, serve
+
+    listener = listening(options)
+    report = _print_json_line if json_output else _print_event
+    host, port = listener.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    report({"event": "listening", "address": address})
+    serve(paths, options, listener, report)
+
+
+def _print_json_line(event: dict[str, Any]) -> None:
+    click.echo(json.dumps(event))
+
+
+def _print_event(event: dict[str, Any]) -> None:
+    if event["event"] == "listening":
+        stdout().print(f"serving at {event['address']} (Ctrl-C ends)")
+        stdout().print(f"load with: export HF_ENDPOINT={event['address']}")
+        return
+    cut = f", cut off: {event['error']}" if event["error"] else ""
+    what = f"{event['model']} {event['step']} {event['path']}"
+    stdout().print(escape(f"{what}: {size(event['bytes'])} in {event['seconds']:.1f} s{cut}"))

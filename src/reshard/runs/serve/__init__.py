@@ -1,0 +1,1 @@
+"""`reshard serve`: checkpoints as repositories of the Hugging Face Hub, computed as they are read."""

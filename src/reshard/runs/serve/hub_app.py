@@ -1,0 +1,222 @@
+"""The routes of the Hugging Face Hub that its clients use to load a model, read-only.
+
+Each was seen in requests of huggingface_hub 2.3, transformers 5.24, vLLM and mlx-lm.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import anyio.to_thread
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from reshard.base.errors import ReshardError
+from reshard.runs.serve.byte_ranges import Span, spans_of
+from reshard.runs.serve.file_answer import FileAnswer, MemoryTurns, Transfer
+from reshard.runs.serve.options import ServeOptions
+from reshard.runs.serve.repositories import MAIN, NotServedError, Repositories, Repository
+from reshard.runs.serve.revisions import Revision, Revisions
+from reshard.runs.serve.served_counts import ServedCounts
+
+MAX_BODY = 1 << 20
+"""Bytes of a request's body."""
+MODEL = "/{owner}/{name}"
+
+
+class HubApp:
+    """Answers requests for the checkpoints below some paths. `on_event` receives a record of each."""
+
+    def __init__(
+        self, paths: Sequence[Path], options: ServeOptions, on_event: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.repositories = Repositories(paths)
+        self.revisions = Revisions(options)
+        self.counts = ServedCounts(on_event)
+        self._turns = MemoryTurns(options.limit // 2)
+
+    def app(self, middleware: Sequence[Any] = ()) -> Starlette:
+        """The application."""
+        api = f"/api/models{MODEL}"
+        routes = [
+            Route("/", self._page),
+            Route("/metrics", self._metrics),
+            Route("/api/whoami-v2", _who),
+            Route("/api/models", self._list),
+            Route(api, self._info),
+            Route(f"{api}/refs", self._refs),
+            Route(f"{api}/revision/{{revision}}", self._info),
+            Route(f"{api}/tree/{{revision}}", self._tree),
+            Route(f"{api}/tree/{{revision}}/{{path:path}}", self._tree),
+            Route(f"{api}/paths-info/{{revision}}", self._paths_info, methods=["POST"]),
+            Route(f"{MODEL}/resolve/{{revision}}/{{path:path}}", self._resolve),
+        ]
+        handlers: Any = {NotServedError: _not_served, ReshardError: _refused, OSError: _unreadable}
+        return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+    async def _repository(self, request: Request) -> Repository:
+        name = request.path_params["name"]
+        return await anyio.to_thread.run_sync(self.repositories.named, request.path_params["owner"], name)
+
+    async def _revision(self, request: Request) -> Revision:
+        repository = await self._repository(request)
+        wanted = request.path_params.get("revision", MAIN)
+        return await anyio.to_thread.run_sync(self.revisions.of, repository, wanted)
+
+    async def _list(self, request: Request) -> Response:
+        repositories = await anyio.to_thread.run_sync(self.repositories.by_name)
+        ids = [each.id for each in repositories.values() if request.query_params.get("search", "") in each.id]
+        return JSONResponse([{"id": each, "modelId": each, "private": False, "tags": []} for each in ids])
+
+    async def _info(self, request: Request) -> Response:
+        revision = await self._revision(request)
+        changed = datetime.fromtimestamp(revision.step.when, timezone.utc).isoformat(timespec="milliseconds")
+        name = revision.repository.id
+        return JSONResponse(
+            {
+                "_id": revision.commit[:24],
+                "id": name,
+                "modelId": name,
+                "author": request.path_params["owner"],
+                "sha": revision.commit,
+                "lastModified": changed.replace("+00:00", "Z"),
+                "private": False,
+                "gated": False,
+                "disabled": False,
+                "downloads": 0,
+                "likes": 0,
+                "tags": ["reshard"],
+                "siblings": [{"rfilename": path, "size": file.size} for path, file in revision.files.items()],
+            }
+        )
+
+    async def _refs(self, request: Request) -> Response:
+        repository = await self._repository(request)
+
+        def branches() -> list[dict[str, str]]:
+            names = [MAIN, *(state.step.name for state in repository.states() if state.is_complete)]
+            commits = {name: self.revisions.of(repository, name).commit for name in names}
+            return [
+                {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit}
+                for name, commit in commits.items()
+            ]
+
+        found = await anyio.to_thread.run_sync(branches)
+        return JSONResponse({"branches": found, "tags": [], "converts": []})
+
+    async def _tree(self, request: Request) -> Response:
+        revision = await self._revision(request)
+        top = PurePosixPath(request.path_params.get("path", ""))
+        below = [path for path in map(PurePosixPath, revision.files) if path.is_relative_to(top)]
+        if not below:
+            revision.file(str(top))  # raises
+        is_recursive = request.query_params.get("recursive", "").lower() in ("1", "true")
+        folders = {folder for path in below for folder in path.parents if top in folder.parents}
+        shown = [path for path in (*sorted(folders), *below) if is_recursive or path.parent == top]
+        return JSONResponse([_entry(revision, str(path)) for path in shown])
+
+    async def _paths_info(self, request: Request) -> Response:
+        revision = await self._revision(request)
+        if int(request.headers.get("content-length", 0)) > MAX_BODY:
+            return _problem(413, None, "the request is too large")
+        if request.headers.get("content-type", "").startswith("application/json"):
+            asked = (await request.json()).get("paths", [])
+        else:
+            asked = (await request.form()).getlist("paths")
+        return JSONResponse([_entry(revision, path) for path in asked if path in revision.files])
+
+    async def _resolve(self, request: Request) -> Response:
+        revision = await self._revision(request)
+        path = request.path_params["path"]
+        size = revision.file(path).size
+        etag = f'"{revision.etag(path)}"'
+        headers = {
+            "ETag": etag,
+            "X-Repo-Commit": revision.commit,
+            "Accept-Ranges": "bytes",
+            "Content-Type": "application/octet-stream",
+            "Content-Disposition": "attachment",
+            "Cache-Control": "no-cache",
+        }
+        if etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        is_same = request.headers.get("if-range", etag) == etag
+        spans = spans_of(request.headers.get("range"), size) if is_same else None
+        if spans == []:
+            return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{size}"})
+        content = _content(spans, size, headers)
+        done = partial(self._count, request.method, path, revision)
+        return FileAnswer(revision, path, content, headers, self._turns, done)
+
+    def _count(self, method: str, path: str, revision: Revision, transfer: Transfer) -> None:
+        self.counts.add(method, path, revision, transfer)
+        if transfer.damaged:
+            self.revisions.drop(revision)
+
+    async def _metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self.counts.as_text())
+
+    async def _page(self, request: Request) -> Response:
+        from reshard.runs.serve.page import page_of
+
+        address = str(request.base_url).rstrip("/")
+        return HTMLResponse(await anyio.to_thread.run_sync(page_of, self.repositories, address))
+
+
+def _content(spans: list[Span] | None, size: int, headers: dict[str, str]) -> list[Span | bytes]:
+    """The content of an answer; adds to `headers` what describes it."""
+    if not spans:
+        headers["Content-Length"] = str(size)
+        return [Span(0, size)]
+    if len(spans) == 1:
+        headers["Content-Length"] = str(spans[0].end - spans[0].begin)
+        headers["Content-Range"] = spans[0].content_range(size)
+        return [*spans]
+    boundary = secrets.token_hex(16)
+    content: list[Span | bytes] = []
+    for span in spans:
+        about = f"Content-Type: application/octet-stream\r\nContent-Range: {span.content_range(size)}"
+        content += [f"\r\n--{boundary}\r\n{about}\r\n\r\n".encode(), span]
+    content.append(f"\r\n--{boundary}--\r\n".encode())
+    length = sum(len(each) if isinstance(each, bytes) else each.end - each.begin for each in content)
+    headers |= {"Content-Type": f"multipart/byteranges; boundary={boundary}", "Content-Length": str(length)}
+    return content
+
+
+def _entry(revision: Revision, path: str) -> dict[str, Any]:
+    """A file or a folder as the Hub lists it."""
+    if path not in revision.files:
+        return {"type": "directory", "path": path, "size": 0, "oid": revision.etag(path)}
+    return {"type": "file", "path": path, "size": revision.files[path].size, "oid": revision.etag(path)}
+
+
+async def _who(request: Request) -> Response:
+    return JSONResponse(
+        {"type": "user", "name": "local", "orgs": [], "auth": {"accessToken": {"role": "read"}}}
+    )
+
+
+async def _not_served(request: Request, error: Exception) -> Response:
+    return _problem(404, getattr(error, "code", None), str(error))
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return _problem(422, None, str(error))
+
+
+async def _unreadable(request: Request, error: Exception) -> Response:
+    return _problem(500, None, f"the system does not let this be read: {error}")
+
+
+def _problem(status: int, code: str | None, message: str) -> Response:
+    """An error in the Hub's words: its clients show `X-Error-Message`."""
+    line = " ".join(message.split()).encode("ascii", "replace").decode()[:2000]
+    headers = {"X-Error-Message": line} | ({"X-Error-Code": code} if code else {})
+    return JSONResponse({"error": message}, status, headers)

@@ -1,0 +1,33 @@
+"""What a server of checkpoints is asked to do: the record from which command line and docs are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+from reshard.base.options import About
+from reshard.base.shared_options import MemoryOption
+from reshard.formats.options import ConversionOptions, FolderOutput, Opening
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownOptions(FolderOutput, Opening):
+    """What the folders depend on that a server shows: the options of `convert` that need no ranks."""
+
+    @property
+    def conversion(self) -> ConversionOptions:
+        """The conversion whose output is shown: a Hugging Face folder, or PEFT's for an adapter."""
+        return ConversionOptions(**{each.name: getattr(self, each.name) for each in fields(ShownOptions)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(ShownOptions, MemoryOption):
+    """Options of a server. Each field is a flag of the same name."""
+
+    port: Annotated[int, About("Port; 0 for any free one.", "N")] = 8765
+    host: Annotated[
+        str, About("Address of this machine to listen at. All but 127.0.0.1 need --token.", "HOST")
+    ] = "127.0.0.1"
+    token: Annotated[
+        str | None, About("What clients must send as HF_TOKEN. [default: RESHARD_TOKEN, if set]", "TOKEN")
+    ] = None

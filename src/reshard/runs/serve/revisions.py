@@ -1,0 +1,140 @@
+"""A step as a folder of the Hub: every file is known before any weight is read."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from contextlib import nullcontext
+from dataclasses import replace
+from hashlib import sha1
+from pathlib import Path
+from threading import Lock
+
+from anyio import CapacityLimiter
+
+from reshard.base.errors import ReshardError
+from reshard.cluster.part_worker import identity_of
+from reshard.formats import huggingface
+from reshard.formats.options import ConversionOptions
+from reshard.hub.model_card import README, model_card
+from reshard.planning import plan_conversion
+from reshard.runs.serve.options import ServeOptions
+from reshard.runs.serve.repositories import NotServedError, Repository, Step
+from reshard.transfer.compare import unequal_replicas
+from reshard.transfer.file_ranges import FileRanges
+from reshard.transfer.memory_budget import MemoryMeter, ThreadShare, shared
+from reshard.transfer.plan import OutputFile, Plan
+
+KEPT = 4
+"""Revisions whose plans are kept."""
+CHECKED_SECONDS = 1.0
+"""Seconds for which the files of a plan are taken to be unchanged. What is read is checked each time."""
+
+
+class Revision:
+    """A step of a repository, planned. `commit` changes with its bytes, and so do the ETags of its files."""
+
+    def __init__(
+        self, repository: Repository, step: Step, plan: Plan, commit: str, share: ThreadShare
+    ) -> None:
+        self.repository, self.step, self.plan, self.commit = repository, step, plan, commit
+        self.ranges, self.limiter = FileRanges(plan, share), CapacityLimiter(share.threads)
+        self.files = {file.path: file for file in plan.files}
+        self._until = 0.0
+
+    def file(self, path: str) -> OutputFile:
+        """A file. Raises NotServedError."""
+        if path not in self.files:
+            raise NotServedError("EntryNotFound", f"{self.repository.id} has no file {path!r}")
+        return self.files[path]
+
+    def etag(self, path: str) -> str:
+        """What identifies the bytes of a file, though none was read: 40 hexadecimal digits."""
+        return sha1(f"{self.commit} {path}".encode(), usedforsecurity=False).hexdigest()
+
+    def is_current(self) -> bool:
+        """Whether all sources are as they were."""
+        if time.monotonic() >= self._until:
+            if self.plan.sources.changed():
+                return False
+            self._until = time.monotonic() + CHECKED_SECONDS
+        return True
+
+
+class Revisions:
+    """The plans of a server, made one at a time when they are asked for. The last ones are kept."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        self._kept: OrderedDict[Path, Revision] = OrderedDict()
+        self._commits: dict[tuple[str, str], Path] = {}
+        self._lock, self._planning = Lock(), Lock()
+
+    def of(self, repository: Repository, name: str) -> Revision:
+        """A revision by the name of its step, "main", or its commit.
+
+        Raises NotServedError, and ReshardError if the step cannot be converted.
+        """
+        path = self._commits.get((repository.name, name))
+        if path is None:
+            return self._planned(repository, repository.at(name))
+        step = next((each for each in repository.steps() if each.path == path), None)
+        revision = self._planned(repository, step) if step else None
+        if revision is None or revision.commit != name:
+            raise NotServedError(
+                "RevisionNotFound", f"{path.name} of {repository.id} has changed since {name}"
+            )
+        return revision
+
+    def drop(self, revision: Revision) -> None:
+        """Plan a step again when it is asked for: its sources have changed."""
+        with self._lock:
+            if self._kept.get(revision.step.path) is revision:
+                del self._kept[revision.step.path]
+        revision.ranges.close()
+
+    def _planned(self, repository: Repository, step: Step) -> Revision:
+        """The plan of a step, which is made if there is none, or if its sources have changed."""
+        with self._planning if self._current(step) is None else nullcontext():
+            revision = self._current(step) or self._plan(repository, step)
+        with self._lock:
+            self._kept[step.path] = revision
+            self._kept.move_to_end(step.path)
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)[1].ranges.close()
+            self._commits[repository.name, revision.commit] = step.path
+        return revision
+
+    def _current(self, step: Step) -> Revision | None:
+        with self._lock:
+            kept = self._kept.get(step.path)
+        return kept if kept and kept.is_current() else None
+
+    def _plan(self, repository: Repository, step: Step) -> Revision:
+        """Plan a step, and compare what it stores more than once. Raises NotServedError and ReshardError."""
+        checkpoint = repository.state(step).checkpoint
+        if checkpoint is None:
+            raise NotServedError("RevisionNotFound", repository.why_not(step))
+        options = self._options.conversion
+        if checkpoint.format == huggingface.NAME:
+            options = replace(
+                options, to=huggingface.NAME
+            )  # `convert` refuses to copy, unless that is asked for
+        memory = self._options.limit // 2  # the other half is for what is on its way to clients
+        meter = MemoryMeter(memory)
+        plan = plan_conversion(step.path, options, meter=meter)
+        share = shared(None, meter.left(plan.need), plan.need, plan.sources.paths)
+        with plan.sources.unchanged(None):
+            if problems := unequal_replicas(plan.replicas, share):
+                raise ReshardError(problems)
+        identity = identity_of(plan, options, checksum=True).digest
+        commit = sha1(f"{identity} {repository.id}".encode(), usedforsecurity=False).hexdigest()
+        return Revision(repository, step, _with_card(plan, options, repository.id), commit, share)
+
+
+def _with_card(plan: Plan, options: ConversionOptions, name: str) -> Plan:
+    """The plan with a model card, unless it has one."""
+    if README in (file.path for file in plan.files):
+        return plan
+    card = model_card(plan, options, name, has_digests=False)
+    return replace(plan, files=[*plan.files, OutputFile.of_bytes(README, card)])
