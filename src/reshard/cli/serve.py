@@ -38,15 +38,11 @@ def command(paths: tuple[Path, ...], *, json_output: bool, options: ServeOptions
     from reshard.runs.serve.server import listening, serve
 
     listener = listening(options)
-    report = _print_json_line if json_output else _print_event
+    report = (lambda event: click.echo(json.dumps(event))) if json_output else _print_event
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     report({"event": "listening", "address": address})
     serve(paths, options, listener, report)
-
-
-def _print_json_line(event: dict[str, Any]) -> None:
-    click.echo(json.dumps(event))
 
 
 def _print_event(event: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ is aggregated here, so that even the page of the largest model stays small.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +56,11 @@ def comparison_page(comparison: Comparison, source: str, target: str) -> str:
     )
 
 
-def served_page(address: str, repositories: Sequence[object]) -> str:
-    """The page of `serve` at an address. What it shows of a repository is in `runs/serve/page.py`."""
-    title = "1 checkpoint" if len(repositories) == 1 else f"{len(repositories)} checkpoints"
-    return _page("serve.html", title=f"{title} at {address}", address=address, repositories=repositories)
+def served_page(
+    address: str, repositories: Sequence[Any], described: Callable[[Any], Mapping[str, str]]
+) -> str:
+    """The page of `serve` at an address: the repositories of `runs/serve`, each step as it is `described`."""
+    return _page("serve.html", title=address, repositories=repositories, described=described)
 
 
 def _page(template: str, **content: Any) -> str:

@@ -11,7 +11,6 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
-from typing import NamedTuple
 
 import numpy as np
 
@@ -46,7 +45,7 @@ class FileRanges:
         self._ledger = Ledger(most=share.ranges)
         self._windows = Windows(share.windows) if share.windows else None
         self._batches: OrderedDict[str, list[Batch]] = OrderedDict()
-        self._idle: deque[_RangeReader] = deque()
+        self._idle: deque[tuple[OpenFiles, Gatherer]] = deque()
         self._lock = Lock()
         self._is_closed = False
 
@@ -58,17 +57,11 @@ class FileRanges:
             if batch.begin < end and batch.end > begin
         ]
 
-    def read(self, path: str, begin: int, end: int) -> Iterator[tuple[memoryview, int]]:
-        """The same bytes, window by window, each with the bytes of sources read for it. Raises what parts raise."""
-        for part in self.parts(path, begin, end):
-            for window in part.windows():
-                yield part.read(window)
-
     def close(self) -> None:
         """Close all files, those that a thread is reading when it has read."""
         self._is_closed = True
         while self._idle:
-            self._idle.pop().files.close()
+            self._idle.pop()[0].close()
 
     def _batches_of(self, path: str) -> list[Batch]:
         with self._lock:
@@ -80,19 +73,19 @@ class FileRanges:
             return self._batches[path]
 
     @contextmanager
-    def reader(self) -> Iterator[_RangeReader]:
-        """A reader that no other thread has meanwhile."""
+    def reader(self) -> Iterator[tuple[OpenFiles, Gatherer]]:
+        """Open files and a gatherer that no other thread has meanwhile."""
         try:
-            reader = self._idle.pop()
+            files, gatherer = self._idle.pop()
         except IndexError:
             files = OpenFiles(opener=self._sources.reopened)
-            reader = _RangeReader(files, Gatherer(files, self._ledger, self.share.gathering, self._windows))
+            gatherer = Gatherer(files, self._ledger, self.share.gathering, self._windows)
         try:
-            yield reader
+            yield files, gatherer
         finally:
-            reader.gatherer.take_passed()  # the ledger has these ranges, and no journal needs them
-            reader.gatherer.take_lost()
-            self._idle.append(reader)
+            gatherer.take_passed()  # the ledger has these ranges, and no journal needs them
+            gatherer.take_lost()
+            self._idle.append((files, gatherer))
             if self._is_closed:
                 self.close()
 
@@ -107,17 +100,6 @@ class FileRanges:
             raise ReshardError([crc_problem(storage, names[storage]) for storage in wrong])
 
 
-class ReadWindow(NamedTuple):
-    """Bytes `begin` to `end` of a file, computed at once; both are at ends of elements."""
-
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
-
-
 class RangePart:
     """Bytes `begin` to `end` of a file, all in one batch. Its views are compiled by `windows`."""
 
@@ -125,8 +107,8 @@ class RangePart:
         self._ranges, self._batch, self._begin, self._end = ranges, batch, begin, end
         self._streams: list[BlockState] = []
 
-    def windows(self) -> list[ReadWindow]:
-        """What to read, in this order."""
+    def windows(self) -> list[range]:
+        """What to read at once, in this order: places of bytes in the file, between ends of elements."""
         begin, end = self._begin, self._end
         blocks = (
             each for each in self._batch.blocks if each.offset < end and each.offset + each.nbytes > begin
@@ -136,21 +118,21 @@ class RangePart:
         limit = self._ranges.share.wide if is_transposed else SERVED_WINDOW_BYTES
         needed = self._batch.element_at(end + MAX_ITEMSIZE - 1)
         windows = self._batch.windows(limit, self._batch.element_at(begin))
-        return [ReadWindow(first, min(last, needed)) for first, last in windows if first < end]
+        return [range(first, min(last, needed)) for first, last in windows if first < end]
 
-    def read(self, window: ReadWindow) -> tuple[memoryview, int]:
+    def read(self, window: range) -> tuple[memoryview, int]:
         """The bytes of a window that belong to this part, and how many bytes of sources were read for them.
 
         Raises ReshardError and OSError if a source has changed, is damaged or cannot be read.
         """
-        raw = np.empty(window.nbytes, np.uint8)
-        with self._ranges.reader() as reader:
-            before = reader.files.read_bytes
-            self._batch.fill(raw, window.begin, self._streams, reader.gatherer)
-            self._ranges.check_unchanged(reader.files)
-            read = reader.files.read_bytes - before
-        self._check(is_last=window.end >= self._end)
-        return raw.data[max(self._begin - window.begin, 0) : self._end - window.begin], read
+        raw = np.empty(len(window), np.uint8)
+        with self._ranges.reader() as (files, gatherer):
+            before = files.read_bytes
+            self._batch.fill(raw, window.start, self._streams, gatherer)
+            self._ranges.check_unchanged(files)
+            read = files.read_bytes - before
+        self._check(is_last=window.stop >= self._end)
+        return raw.data[max(self._begin - window.start, 0) : self._end - window.start], read
 
     def _check(self, *, is_last: bool) -> None:
         """Raise ReshardError for values that were lost, and at the end for wrong checksums."""
@@ -162,10 +144,3 @@ class RangePart:
             self._ranges.check_sums(
                 {cells.storage: each.block.name for each in streams for cells in cells_of(each.view)}
             )
-
-
-class _RangeReader:
-    """The open files and the buffers of one thread."""
-
-    def __init__(self, files: OpenFiles, gatherer: Gatherer) -> None:
-        self.files, self.gatherer = files, gatherer

@@ -6,29 +6,38 @@ Each was seen in requests of huggingface_hub 2.3, transformers 5.24, vLLM and ml
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from reshard.base.errors import ReshardError
-from reshard.runs.serve.byte_ranges import Span, spans_of
-from reshard.runs.serve.file_answer import FileAnswer, MemoryTurns, Transfer
+from reshard.runs.serve.byte_ranges import ranges_of
+from reshard.runs.serve.file_answer import FileAnswer, MemoryTurns
 from reshard.runs.serve.options import ServeOptions
-from reshard.runs.serve.repositories import MAIN, NotServedError, Repositories, Repository
+from reshard.runs.serve.repositories import (
+    MAIN,
+    NotServedError,
+    Repository,
+    repositories_below,
+    repository_named,
+)
 from reshard.runs.serve.revisions import Revision, Revisions
-from reshard.runs.serve.served_counts import ServedCounts
 
 MAX_BODY = 1 << 20
 """Bytes of a request's body."""
 MODEL = "/{owner}/{name}"
+STATUSES = {NotServedError: 404, ReshardError: 422, OSError: 500}
+"""The status of an answer for each kind of error."""
 
 
 class HubApp:
@@ -37,9 +46,9 @@ class HubApp:
     def __init__(
         self, paths: Sequence[Path], options: ServeOptions, on_event: Callable[[dict[str, Any]], None]
     ) -> None:
-        self.repositories = Repositories(paths)
+        self._paths = tuple(paths)
         self.revisions = Revisions(options)
-        self.counts = ServedCounts(on_event)
+        self._on_event = on_event
         self._turns = MemoryTurns(options.limit // 2)
 
     def app(self, middleware: Sequence[Any] = ()) -> Starlette:
@@ -47,7 +56,6 @@ class HubApp:
         api = f"/api/models{MODEL}"
         routes = [
             Route("/", self._page),
-            Route("/metrics", self._metrics),
             Route("/api/whoami-v2", _who),
             Route("/api/models", self._list),
             Route(api, self._info),
@@ -58,12 +66,12 @@ class HubApp:
             Route(f"{api}/paths-info/{{revision}}", self._paths_info, methods=["POST"]),
             Route(f"{MODEL}/resolve/{{revision}}/{{path:path}}", self._resolve),
         ]
-        handlers: Any = {NotServedError: _not_served, ReshardError: _refused, OSError: _unreadable}
+        handlers: Any = dict.fromkeys(STATUSES, _failed)
         return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
     async def _repository(self, request: Request) -> Repository:
-        name = request.path_params["name"]
-        return await anyio.to_thread.run_sync(self.repositories.named, request.path_params["owner"], name)
+        names = request.path_params["owner"], request.path_params["name"]
+        return await anyio.to_thread.run_sync(repository_named, self._paths, *names)
 
     async def _revision(self, request: Request) -> Revision:
         repository = await self._repository(request)
@@ -71,7 +79,7 @@ class HubApp:
         return await anyio.to_thread.run_sync(self.revisions.of, repository, wanted)
 
     async def _list(self, request: Request) -> Response:
-        repositories = await anyio.to_thread.run_sync(self.repositories.by_name)
+        repositories = await anyio.to_thread.run_sync(repositories_below, self._paths)
         ids = [each.id for each in repositories.values() if request.query_params.get("search", "") in each.id]
         return JSONResponse([{"id": each, "modelId": each, "private": False, "tags": []} for each in ids])
 
@@ -148,45 +156,51 @@ class HubApp:
         if etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         is_same = request.headers.get("if-range", etag) == etag
-        spans = spans_of(request.headers.get("range"), size) if is_same else None
-        if spans == []:
+        ranges = ranges_of(request.headers.get("range", ""), size) if is_same else None
+        if ranges == []:
             return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{size}"})
-        content = _content(spans, size, headers)
-        done = partial(self._count, request.method, path, revision)
+        content = _content(ranges, size, headers)
+        done = partial(self._ended, time.monotonic())
         return FileAnswer(revision, path, content, headers, self._turns, done)
 
-    def _count(self, method: str, path: str, revision: Revision, transfer: Transfer) -> None:
-        self.counts.add(method, path, revision, transfer)
-        if transfer.damaged:
+    def _ended(self, begun: float, answer: FileAnswer) -> None:
+        """Report an answer, and plan again what was wrong."""
+        revision = answer.revision
+        if answer.is_wrong:
             self.revisions.drop(revision)
-
-    async def _metrics(self, request: Request) -> Response:
-        return PlainTextResponse(self.counts.as_text())
+        self._on_event(
+            {
+                "event": "sent",
+                "model": revision.repository.id,
+                "step": revision.step.name,
+                "path": answer.path,
+                "bytes": answer.sent,
+                "read": answer.read,
+                "seconds": round(time.monotonic() - begun, 3),
+                "error": answer.error or None,
+            }
+        )
 
     async def _page(self, request: Request) -> Response:
         from reshard.runs.serve.page import page_of
 
         address = str(request.base_url).rstrip("/")
-        return HTMLResponse(await anyio.to_thread.run_sync(page_of, self.repositories, address))
+        return HTMLResponse(await anyio.to_thread.run_sync(page_of, self._paths, address))
 
 
-def _content(spans: list[Span] | None, size: int, headers: dict[str, str]) -> list[Span | bytes]:
+def _content(ranges: list[range] | None, size: int, headers: dict[str, str]) -> list[range | bytes]:
     """The content of an answer; adds to `headers` what describes it."""
-    if not spans:
-        headers["Content-Length"] = str(size)
-        return [Span(0, size)]
-    if len(spans) == 1:
-        headers["Content-Length"] = str(spans[0].end - spans[0].begin)
-        headers["Content-Range"] = spans[0].content_range(size)
-        return [*spans]
-    boundary = secrets.token_hex(16)
-    content: list[Span | bytes] = []
-    for span in spans:
-        about = f"Content-Type: application/octet-stream\r\nContent-Range: {span.content_range(size)}"
-        content += [f"\r\n--{boundary}\r\n{about}\r\n\r\n".encode(), span]
-    content.append(f"\r\n--{boundary}--\r\n".encode())
-    length = sum(len(each) if isinstance(each, bytes) else each.end - each.begin for each in content)
-    headers |= {"Content-Type": f"multipart/byteranges; boundary={boundary}", "Content-Length": str(length)}
+    content: list[range | bytes] = [*(ranges or [range(size)])]
+    about = [f"bytes {each.start}-{each.stop - 1}/{size}" for each in ranges or ()]
+    if len(content) > 1:
+        boundary = secrets.token_hex(16)
+        kind = "Content-Type: application/octet-stream"
+        heads = [f"\r\n--{boundary}\r\n{kind}\r\nContent-Range: {each}\r\n\r\n".encode() for each in about]
+        content = [*chain.from_iterable(zip(heads, content, strict=True)), f"\r\n--{boundary}--\r\n".encode()]
+        headers["Content-Type"] = f"multipart/byteranges; boundary={boundary}"
+    if about:
+        headers["Content-Range"] = about[0]
+    headers["Content-Length"] = str(sum(map(len, content)))
     return content
 
 
@@ -203,16 +217,9 @@ async def _who(request: Request) -> Response:
     )
 
 
-async def _not_served(request: Request, error: Exception) -> Response:
-    return _problem(404, getattr(error, "code", None), str(error))
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    return _problem(422, None, str(error))
-
-
-async def _unreadable(request: Request, error: Exception) -> Response:
-    return _problem(500, None, f"the system does not let this be read: {error}")
+async def _failed(request: Request, error: Exception) -> Response:
+    status = next(status for kind, status in STATUSES.items() if isinstance(error, kind))
+    return _problem(status, getattr(error, "code", None), str(error))
 
 
 def _problem(status: int, code: str | None, message: str) -> Response:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from functools import lru_cache
+from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,24 +45,6 @@ class Step(NamedTuple):
     path: Path
     when: float
 
-    @property
-    def number(self) -> int | None:
-        """The number of the step, if its name has one."""
-        return step_of(self.path)
-
-
-class StepState(NamedTuple):
-    """What a step is: a checkpoint, or why it is none."""
-
-    step: Step
-    checkpoint: FoundCheckpoint | None
-    lacks: tuple[str, ...] = ()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether it can be served: all weights are there, and finite."""
-        return self.checkpoint is not None and not self.checkpoint.diverged
-
 
 class NotServedError(Exception):
     """What a client asked for is not here. `code` is the Hub's, for its client."""
@@ -71,128 +54,128 @@ class NotServedError(Exception):
         self.code = code
 
 
-@dataclass
+class StepState(NamedTuple):
+    """What a step is: a checkpoint, or what it lacks to be one."""
+
+    step: Step
+    checkpoint: FoundCheckpoint | None
+    lacks: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all weights are there, and finite."""
+        return not self.lacks
+
+
+@dataclass(frozen=True)
 class Repository:
     """A checkpoint, or a run with its steps. `name` has no owner."""
 
     name: str
     folder: Path
 
-    def __post_init__(self) -> None:
-        self._states: dict[Step, StepState] = {}
-        self._listed = Remembered(self._list_steps)
-
     @property
     def id(self) -> str:
         """Its name for a client of the Hub."""
         return f"{OWNER}/{self.name}"
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> tuple[Step, ...]:
         """Its steps, the latest first."""
-        return self._listed()
-
-    def _list_steps(self) -> list[Step]:
-        if isinstance(self.folder, StorePath):
-            found = [Step(name_of(number), path, 0.0) for number, path in iterations_in(self.folder).items()]
-            return found[::-1] or [Step(FINAL, self.folder, 0.0)]
-        steps = [
-            Step(FINAL if path == self.folder else path.name, path, when)
-            for when, path in steps_in(self.folder)
-        ]
-        self._states = {step: state for step, state in self._states.items() if step in steps}
-        return steps or [Step(FINAL, self.folder, 0.0)]
-
-    def state(self, step: Step) -> StepState:
-        """Whether a step is complete. What was complete stays so until its files change."""
-        known = self._states.get(step)
-        if known is None or not known.is_complete:
-            known = self._states[step] = self._look_at(step)
-        return known
-
-    def _look_at(self, step: Step) -> StepState:
-        in_store = isinstance(step.path, StorePath)
-        found = [] if in_store else checkpoint_at(step.when, step.path, self.folder)
-        if not found and len(self.steps()) == 1 and (format := detect(step.path)):
-            found = FoundCheckpoint(step.path, None, format, step.when)  # of a folder above it
-        if not isinstance(found, FoundCheckpoint):
-            return StepState(step, None, tuple(found) or ("it is no checkpoint that reshard reads",))
-        if found.format == OWN_FORMAT:
-            return StepState(step, None, ("only the script that saved it can read it",))
-        return StepState(step, found, found.lacks if found.diverged else ())
+        return _steps_in(self.folder, _now())
 
     def states(self) -> Iterator[StepState]:
-        """The states of the latest steps."""
-        return map(self.state, self.steps()[:MAX_LOOKED_AT])
+        """The states of the latest steps, the latest first."""
+        return (_state_of(step, self.folder, _now()) for step in self.steps()[:MAX_LOOKED_AT])
+
+    def checkpoint(self, step: Step) -> FoundCheckpoint:
+        """The checkpoint of a step. Raises NotServedError if it is not complete."""
+        state = _state_of(step, self.folder, _now())
+        if state.checkpoint is None:
+            raise NotServedError(
+                "RevisionNotFound", f"{step.name} of {self.id} is not complete: {state.lacks}"
+            )
+        return state.checkpoint
 
     def at(self, revision: str) -> Step:
-        """The step of a revision: its name, its number, or "main". Raises NotServedError."""
+        """The step of a revision: its name, its number, or "main", the latest complete one. Raises NotServedError."""
         if revision == MAIN:
-            return self._newest()
+            return self._latest()
         steps = self.steps()
         for step in steps:
-            if revision in (step.name, str(step.number)):
+            if revision in (step.name, str(step_of(step.path))):
                 return step
         names = ", ".join([MAIN, *(step.name for step in steps[:MAX_LOOKED_AT])])
         raise NotServedError("RevisionNotFound", f"{self.id} has no step {revision!r}; it has {names}")
 
-    def _newest(self) -> Step:
-        """The latest complete step."""
-        for state in self.states():
+    def _latest(self) -> Step:
+        states = list(self.states())
+        for state in states:
             if state.is_complete:
                 return state.step
-        reasons = "; ".join(self.why_not(step) for step in self.steps()[:MAX_LOOKED_AT])
+        reasons = "; ".join(f"{state.step.name}: {state.lacks}" for state in states)
         raise NotServedError("RevisionNotFound", f"{self.id} has no complete step: {reasons}")
 
-    def why_not(self, step: Step) -> str:
-        """Why a step cannot be served."""
-        return f"{step.name} is not complete: {', '.join(self.state(step).lacks)}"
+
+def repositories_below(paths: tuple[Path, ...]) -> dict[str, Repository]:
+    """The repositories at or below some paths, by name."""
+    return _repositories(paths, _now())
 
 
-class Remembered:
-    """The result of a function without arguments, computed again after `SEEN_SECONDS`."""
-
-    def __init__(self, look: Callable[[], list[Step]]) -> None:
-        self._look, self._result, self._until = look, list[Step](), 0.0
-
-    def __call__(self) -> list[Step]:
-        if time.monotonic() >= self._until:
-            self._result = self._look()
-            self._until = time.monotonic() + SEEN_SECONDS
-        return self._result
+def repository_named(paths: tuple[Path, ...], owner: str, name: str) -> Repository:
+    """One of them. Raises NotServedError."""
+    repositories = repositories_below(paths)
+    if owner != OWNER or name not in repositories:
+        names = ", ".join(each.id for each in repositories.values()) or "no checkpoint"
+        raise NotServedError("RepoNotFound", f"{owner}/{name} is not here; this server has {names}")
+    return repositories[name]
 
 
-class Repositories:
-    """All repositories below some paths."""
+def _now() -> int:
+    """A number that changes when folders are to be looked at again."""
+    return int(time.monotonic() / SEEN_SECONDS)
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        self._known: dict[Path, Repository] = {}
-        self._until = 0.0
 
-    def by_name(self) -> dict[str, Repository]:
-        """The repositories by name. A folder keeps its name as long as it is there."""
-        if time.monotonic() >= self._until:
-            found = {run: top for top in self._paths for run in _runs_below(top)}
-            self._known = {run: each for run, each in self._known.items() if run in found}
-            for run, top in found.items():
-                if run not in self._known:
-                    self._known[run] = Repository(self._free(_name(run, top)), run)
-            self._until = time.monotonic() + SEEN_SECONDS
-        return {each.name: each for each in self._known.values()}
+@lru_cache(maxsize=16)
+def _repositories(paths: tuple[Path, ...], now: int) -> dict[str, Repository]:
+    found: dict[str, Repository] = {}
+    for top in paths:
+        for run in _runs_below(top):
+            name = _name(run, top)
+            numbered = (f"{name}-{number}" for number in count(2))
+            free = next(each for each in chain([name], numbered) if each not in found)
+            found[free] = Repository(free, run)
+    return found
 
-    def named(self, owner: str, name: str) -> Repository:
-        """A repository. Raises NotServedError."""
-        repositories = self.by_name()
-        if owner != OWNER or name not in repositories:
-            names = ", ".join(each.id for each in repositories.values()) or "no checkpoint"
-            raise NotServedError("RepoNotFound", f"{owner}/{name} is not here; this server has {names}")
-        return repositories[name]
 
-    def _free(self, name: str) -> str:
-        taken = {each.name for each in self._known.values()}
-        return next(
-            each for number in count(1) if (each := f"{name}-{number}" if number > 1 else name) not in taken
-        )
+@lru_cache(maxsize=1024)
+def _steps_in(folder: Path, now: int) -> tuple[Step, ...]:
+    if isinstance(folder, StorePath):
+        steps = [Step(name_of(number), path, 0.0) for number, path in iterations_in(folder).items()][::-1]
+    else:
+        steps = [Step(FINAL if path == folder else path.name, path, when) for when, path in steps_in(folder)]
+    return tuple(steps) or (Step(FINAL, folder, 0.0),)
+
+
+@lru_cache(maxsize=4096)
+def _state_of(step: Step, folder: Path, now: int) -> StepState:
+    try:
+        checkpoint = _checkpoint_of(step, folder)
+    except NotServedError as error:
+        return StepState(step, None, str(error))
+    return StepState(step, checkpoint, ", ".join(checkpoint.lacks) if checkpoint.diverged else "")
+
+
+@lru_cache(maxsize=4096)
+def _checkpoint_of(step: Step, folder: Path) -> FoundCheckpoint:
+    """The checkpoint of a step. What is complete stays so until its files change; what is not raises NotServedError."""
+    found = [] if isinstance(step.path, StorePath) else checkpoint_at(step.when, step.path, folder)
+    if isinstance(found, FoundCheckpoint) and found.format != OWN_FORMAT:
+        return found
+    is_only = step.path == folder and not isinstance(found, FoundCheckpoint)
+    if not found and is_only and (format := detect(folder)):
+        return FoundCheckpoint(folder, None, format, step.when)  # its weights are in a folder below
+    reasons = [*found] if isinstance(found, list) else ["only the script that saved it can read it"]
+    raise NotServedError("RevisionNotFound", ", ".join(reasons) or "it is no checkpoint that reshard reads")
 
 
 def _runs_below(top: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:

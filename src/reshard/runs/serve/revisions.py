@@ -112,9 +112,7 @@ class Revisions:
 
     def _plan(self, repository: Repository, step: Step) -> Revision:
         """Plan a step, and compare what it stores more than once. Raises NotServedError and ReshardError."""
-        checkpoint = repository.state(step).checkpoint
-        if checkpoint is None:
-            raise NotServedError("RevisionNotFound", repository.why_not(step))
+        checkpoint = repository.checkpoint(step)
         options = self._options.conversion
         if checkpoint.format == huggingface.NAME:
             options = replace(
