@@ -8,18 +8,19 @@ from typing import Any
 
 import click
 
-from reshard.base.foreign_text import escape
+from reshard.base.foreign_text import escape, escape_lines
 from reshard.base.quantities import size
 from reshard.cli.console import common_options, handles_errors, stdout
 from reshard.cli.options import SOURCE
 from reshard.cli.record import record_options
 from reshard.cli.usage import Command
+from reshard.commands.names import NAMES
 from reshard.runs.serve.options import ServeOptions
 
 
 @click.command("serve", cls=Command)
 @click.argument("paths", nargs=-1, required=True, type=SOURCE, metavar="PATH …")
-@record_options(ServeOptions)
+@record_options(ServeOptions, NAMES)
 @common_options
 @handles_errors
 def command(paths: tuple[Path, ...], *, json_output: bool, options: ServeOptions) -> None:
@@ -35,8 +36,9 @@ def command(paths: tuple[Path, ...], *, json_output: bool, options: ServeOptions
       hf download local/my-run --local-dir model
       vllm serve local/my-run --revision iter_0000200
     """
-    from reshard.runs.serve.server import listening, serve
+    from reshard.runs.serve.server import check_paths, listening, serve
 
+    check_paths(paths, options)
     listener = listening(options)
     report = (lambda event: click.echo(json.dumps(event))) if json_output else _print_event
     host, port = listener.getsockname()[:2]
@@ -46,10 +48,17 @@ def command(paths: tuple[Path, ...], *, json_output: bool, options: ServeOptions
 
 
 def _print_event(event: dict[str, Any]) -> None:
-    if event["event"] == "listening":
+    kind = event["event"]
+    if kind == "listening":
         stdout().print(f"serving at {event['address']} (Ctrl-C ends)")
         stdout().print(f"load with: export HF_ENDPOINT={event['address']}")
-        return
-    cut = f", cut off: {event['error']}" if event["error"] else ""
-    what = f"{event['model']} {event['step']} {event['path']}"
-    stdout().print(escape(f"{what}: {size(event['bytes'])} in {event['seconds']:.1f} s{cut}"))
+    elif kind == "planned":
+        stdout().print(escape(f"{event['model']} {event['step']}: {size(event['bytes'])}, nothing read yet"))
+        for note in event["notes"]:
+            stdout().print(f"[bold]note:[/] {escape(note)}")
+    elif kind == "refused":
+        stdout().print(f"[bold red]error:[/] {escape_lines(event['error'])}")
+    else:
+        cut = f", cut off: {event['error']}" if event["error"] else ""
+        what = f"{event['model']} {event['step']} {event['path']}"
+        stdout().print(escape(f"{what}: {size(event['bytes'])} in {event['seconds']:.1f} s{cut}"))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import parse_qs
 
 import anyio.to_thread
 from starlette.applications import Starlette
@@ -31,23 +32,31 @@ from reshard.runs.serve.repositories import (
     repositories_below,
     repository_named,
 )
-from reshard.runs.serve.revisions import Revision, Revisions
+from reshard.runs.serve.revisions import OnEvent, Revision, Revisions
 
 MAX_BODY = 1 << 20
 """Bytes of a request's body."""
 MODEL = "/{owner}/{name}"
-STATUSES = {NotServedError: 404, ReshardError: 422, OSError: 500}
+NOT_FOUND = 404
+STATUSES = {NotServedError: NOT_FOUND, ReshardError: 422, OSError: 500}
 """The status of an answer for each kind of error."""
 
 
 class HubApp:
-    """Answers requests for the checkpoints below some paths. `on_event` receives a record of each."""
+    """Answers requests for the checkpoints below some paths. `on_event` receives a record of each.
+
+    `refused` is what `confine` returns.
+    """
 
     def __init__(
-        self, paths: Sequence[Path], options: ServeOptions, on_event: Callable[[dict[str, Any]], None]
+        self,
+        paths: Sequence[Path],
+        options: ServeOptions,
+        on_event: OnEvent,
+        refused: list[ReshardError],
     ) -> None:
         self._paths = tuple(paths)
-        self.revisions = Revisions(options)
+        self.revisions = Revisions(options, refused, on_event)
         self._on_event = on_event
         self._turns = MemoryTurns(options.limit // 2)
 
@@ -66,7 +75,7 @@ class HubApp:
             Route(f"{api}/paths-info/{{revision}}", self._paths_info, methods=["POST"]),
             Route(f"{MODEL}/resolve/{{revision}}/{{path:path}}", self._resolve),
         ]
-        handlers: Any = dict.fromkeys(STATUSES, _failed)
+        handlers: Any = dict.fromkeys(STATUSES, self._failed)
         return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
     async def _repository(self, request: Request) -> Repository:
@@ -134,11 +143,12 @@ class HubApp:
         revision = await self._revision(request)
         if int(request.headers.get("content-length", 0)) > MAX_BODY:
             return _problem(413, None, "the request is too large")
-        if request.headers.get("content-type", "").startswith("application/json"):
-            asked = (await request.json()).get("paths", [])
-        else:
-            asked = (await request.form()).getlist("paths")
-        return JSONResponse([_entry(revision, path) for path in asked if path in revision.files])
+        try:
+            is_json = request.headers.get("content-type", "").startswith("application/json")
+            asked = (await request.json() if is_json else parse_qs((await request.body()).decode()))["paths"]
+            return JSONResponse([_entry(revision, path) for path in asked if path in revision.files])
+        except (ValueError, TypeError, KeyError):
+            return _problem(400, None, 'the body must be {"paths": […]}, as JSON or as a form')
 
     async def _resolve(self, request: Request) -> Response:
         revision = await self._revision(request)
@@ -181,6 +191,12 @@ class HubApp:
             }
         )
 
+    async def _failed(self, request: Request, error: Exception) -> Response:
+        status = next(status for kind, status in STATUSES.items() if isinstance(error, kind))
+        if status != NOT_FOUND:
+            self._on_event({"event": "refused", "path": request.url.path, "error": str(error)})
+        return _problem(status, getattr(error, "code", None), str(error))
+
     async def _page(self, request: Request) -> Response:
         from reshard.runs.serve.page import page_of
 
@@ -215,11 +231,6 @@ async def _who(request: Request) -> Response:
     return JSONResponse(
         {"type": "user", "name": "local", "orgs": [], "auth": {"accessToken": {"role": "read"}}}
     )
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    status = next(status for kind, status in STATUSES.items() if isinstance(error, kind))
-    return _problem(status, getattr(error, "code", None), str(error))
 
 
 def _problem(status: int, code: str | None, message: str) -> Response:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from hashlib import sha1
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from anyio import CapacityLimiter
 
@@ -25,19 +27,25 @@ from reshard.transfer.file_ranges import FileRanges
 from reshard.transfer.memory_budget import MemoryMeter, ThreadShare, shared
 from reshard.transfer.plan import OutputFile, Plan
 
-KEPT = 4
-"""Revisions whose plans are kept."""
 CHECKED_SECONDS = 1.0
 """Seconds for which the files of a plan are taken to be unchanged. What is read is checked each time."""
 
 
+OnEvent = Callable[[dict[str, Any]], None]
+"""Callback that receives a record of something that the server did."""
+
+
 class Revision:
-    """A step of a repository, planned. `commit` changes with its bytes, and so do the ETags of its files."""
+    """A step of a repository, planned in `memory` bytes.
+
+    `commit` changes with the bytes of its files, and so do their ETags.
+    """
 
     def __init__(
-        self, repository: Repository, step: Step, plan: Plan, commit: str, share: ThreadShare
+        self, repository: Repository, step: Step, plan: Plan, commit: str, share: ThreadShare, memory: int
     ) -> None:
         self.repository, self.step, self.plan, self.commit = repository, step, plan, commit
+        self.memory = memory
         self.ranges, self.limiter = FileRanges(plan, share), CapacityLimiter(share.threads)
         self.files = {file.path: file for file in plan.files}
         self._until = 0.0
@@ -62,10 +70,15 @@ class Revision:
 
 
 class Revisions:
-    """The plans of a server, made one at a time when they are asked for. The last ones are kept."""
+    """The plans of a server, made one at a time when they are asked for, and kept while they fit in the memory.
 
-    def __init__(self, options: ServeOptions) -> None:
-        self._options = options
+    `refused` are the paths that led out of the folders, as `confine` returns them. `on_event` receives what users
+    should know of a plan.
+    """
+
+    def __init__(self, options: ServeOptions, refused: list[ReshardError], on_event: OnEvent) -> None:
+        self._options, self._refused, self._on_event = options, refused, on_event
+        self._memory = options.limit // 2  # the other half is for what is on its way to clients
         self._kept: OrderedDict[Path, Revision] = OrderedDict()
         self._commits: dict[tuple[str, str], Path] = {}
         self._lock, self._planning = Lock(), Lock()
@@ -100,7 +113,7 @@ class Revisions:
         with self._lock:
             self._kept[step.path] = revision
             self._kept.move_to_end(step.path)
-            while len(self._kept) > KEPT:
+            while len(self._kept) > 1 and sum(each.memory for each in self._kept.values()) > self._memory:
                 self._kept.popitem(last=False)[1].ranges.close()
             self._commits[repository.name, revision.commit] = step.path
         return revision
@@ -118,16 +131,26 @@ class Revisions:
             options = replace(
                 options, to=huggingface.NAME
             )  # `convert` refuses to copy, unless that is asked for
-        memory = self._options.limit // 2  # the other half is for what is on its way to clients
-        meter = MemoryMeter(memory)
+        meter = MemoryMeter(self._memory)
+        self._refused.clear()
         plan = plan_conversion(step.path, options, meter=meter)
-        share = shared(None, meter.left(plan.need), plan.need, plan.sources.paths)
+        # Whoever opens an optional file may take a refusal for its absence.
+        for error in (
+            each for each in self._refused if str(each.problems[0].file).startswith(str(repository.folder))
+        ):
+            raise error
+        left = meter.left(plan.need)
+        share = shared(None, left, plan.need, plan.sources.paths)
         with plan.sources.unchanged(None):
             if problems := unequal_replicas(plan.replicas, share):
                 raise ReshardError(problems)
         identity = identity_of(plan, options, checksum=True).digest
         commit = sha1(f"{identity} {repository.id}".encode(), usedforsecurity=False).hexdigest()
-        return Revision(repository, step, _with_card(plan, options, repository.id), commit, share)
+        warnings = [str(each) for each in plan.warnings]
+        planned = {"event": "planned", "model": repository.id, "step": step.name}
+        self._on_event({**planned, "notes": [*plan.notes, *warnings], "bytes": plan.nbytes})
+        plan = _with_card(plan, options, repository.id)
+        return Revision(repository, step, plan, commit, share, self._memory - left)
 
 
 def _with_card(plan: Plan, options: ConversionOptions, name: str) -> Plan:

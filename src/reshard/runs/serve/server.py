@@ -6,17 +6,18 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
 from reshard.base.errors import ReshardError
+from reshard.formats.not_found import nothing_there
 from reshard.runs.confinement import CONNECTING_EVENTS, REFUSED_EVENTS, confine
 from reshard.runs.serve.access import middleware_for
 from reshard.runs.serve.hub_app import HubApp
 from reshard.runs.serve.options import ServeOptions
+from reshard.runs.serve.revisions import OnEvent
 from reshard.stores import StorePath
 
 TOKEN_VARIABLE = "RESHARD_TOKEN"
@@ -47,6 +48,7 @@ def listening(options: ServeOptions) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNTAKEN_MS)
     try:
         listener.bind((options.host, options.port))
+        listener.listen(MAX_CONNECTIONS)  # whoever asks while modules are imported waits
     except (OSError, OverflowError) as error:
         listener.close()
         raise ReshardError(
@@ -67,14 +69,14 @@ def serve(
     paths: Sequence[Path],
     options: ServeOptions,
     listener: socket.socket,
-    on_event: Callable[[dict[str, Any]], None],
+    on_event: OnEvent,
 ) -> None:
     """Answer requests for the checkpoints below some paths, until SIGINT or SIGTERM.
 
     From now on this process can only read, and locally only below these paths and those of the options.
     """
-    app = HubApp(paths, options, on_event).app(middleware_for(token_of(options)))
-    _confine([*paths, *filter(None, (options.base_path, options.fill_path))])
+    refused = _confine([*paths, *options.conversion.base_paths])
+    app = HubApp(paths, options, on_event, refused).app(middleware_for(token_of(options)))
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # why an answer was cut off is in its record
     config = uvicorn.Config(
         app,
@@ -90,9 +92,16 @@ def serve(
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def _confine(paths: Sequence[Path]) -> None:
+def check_paths(paths: Sequence[Path], options: ServeOptions) -> None:
+    """Raise ReshardError for what is to be read and does not exist."""
+    named = [*paths, *options.conversion.base_paths]
+    if missing := [nothing_there(path) for path in named if not path.exists()]:
+        raise ReshardError([problem for error in missing for problem in error.problems])
+
+
+def _confine(paths: Sequence[Path]) -> list[ReshardError]:
     sys.dont_write_bytecode = True
     folders = [os.path.realpath(path) for path in paths if not isinstance(path, StorePath)]
     in_stores = any(isinstance(path, StorePath) for path in paths)
     refused = [each for each in REFUSED_EVENTS if not (in_stores and each in CONNECTING_EVENTS)]
-    confine(folders, sys.path, command="reshard serve PATH …", refused_events=refused)
+    return confine(folders, sys.path, command="reshard serve PATH …", refused_events=refused)
