@@ -177,6 +177,7 @@ def test_it_reads_what_it_sends(server: Server) -> None:
     assert last["read"] <= 1.05 * last["bytes"]
 
 
+@pytest.mark.slow
 def test_two_hundred_clients_get_the_same_bytes(server: Server) -> None:
     whole = server.file("my-run", WEIGHTS).body
     with ThreadPoolExecutor(200) as pool:
