@@ -31,6 +31,7 @@ from reshard.transfer.thread_files import OpenFiles
 from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import huggingface, model_types, quantized
+from tests.genuine.tiny_configs import GEMMA4_SHARING
 from tests.judges import assert_same_tensors, tensors_of
 
 DATA = Path(__file__).parent / "data/mlx"
@@ -55,6 +56,7 @@ class Model(NamedTuple):
 
 NARROW = {"head_dim": 8}
 """What mlx-lm takes for granted in some classes: as many features of all heads as of the model."""
+GEMMA4_TOWERS = ("model.vision_tower", "model.embed_vision", "model.audio_tower", "model.embed_audio")
 MODELS = {
     each.name: each
     for each in (
@@ -64,6 +66,21 @@ MODELS = {
         Model("gemma"),
         Model("gemma2"),
         Model("gemma3_text"),
+        Model("gemma4_text", GEMMA4_SHARING),
+        Model("gemma4_moe"),
+        Model("gemma4", config={"vocab_size": 384}, without=GEMMA4_TOWERS),
+        Model(
+            "gemma4_unified",
+            config={"vocab_size": 384},
+            without=("model.vision_embedder", "model.embed_vision", "model.embed_audio"),
+        ),
+        Model("deepseek_v32", without=("model.layers.4",)),
+        Model("glm_moe_dsa", without=("model.layers.4",)),
+        Model("step3p5", config={"pad_token_id": 0}, without=("model.layers.4",), is_rounded=True),
+        Model("mimo_v2_flash", without=("model.mtp",)),
+        Model("minimax_m3_vl", without=("vision_tower", "multi_modal_projector", "patch_merge_mlp")),
+        Model("bailing_moe", {**NARROW, "num_nextn_predict_layers": 0}),
+        Model("bailing_hybrid", without=("model.layers.4",)),
         Model("gemma3", config={"vocab_size": 288}, without=("vision_tower", "multi_modal_projector")),
         Model("nemotron"),
         Model("glm4"),
@@ -92,6 +109,11 @@ MODELS = {
         Model("qwen3_vl_moe", without=("model.visual",)),
     )
 }
+COMPUTED: dict[str, dict[str, Any]] = {
+    "gemma4_text": GEMMA4_SHARING,
+    **{name: {} for name in ("gemma4_moe", "gemma4", "gemma4_unified", "minimax_m3_vl", "muse_glimmer")},
+}
+"""Models of which mlx-lm computes what transformers does, and their settings. It cannot convert Muse-Glimmer itself."""
 NORMS = (
     *("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight"),
     *("model.norm.weight", "language_model.norm.weight"),
@@ -213,6 +235,37 @@ def test_quantized_weights_are_what_mlx_lm_dequantizes(
     assert_same_tensors(found["ours"], found["dequantized"])
     told = command("inspect", made / name / f"theirs-{how}", "--json").json
     assert told["format"] == "mlx" and "affine, " in told["variant"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPUTED)
+def test_mlx_lm_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    model = Model(name, COMPUTED[name], MODELS[name].config if name in MODELS else {})
+    plain = hub(model, tmp_path)
+    reshard.convert(plain, tmp_path / "ours", to="mlx")
+    run(tmp_path, [{"do": "load", "folder": tmp_path / "ours", "logits": tmp_path / "ours.npy"}])
+    theirs = model_types.class_of(name).from_pretrained(plain, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = theirs(torch.arange(3, 27)[None]).logits.numpy()
+    assert np.abs(np.load(tmp_path / "ours.npy") - expected).max() < 1e-3 * np.abs(expected).max()
+    reshard.convert(tmp_path / "ours", tmp_path / "back", to="huggingface", base=plain)
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(plain))
+
+
+@pytest.mark.slow
+def test_keys_that_no_layer_of_mlx_lm_reads_are_left_out(tmp_path: Path) -> None:
+    """Gemma 4 as published: layers that share keys and values have some of their own."""
+    plain = hub(Model("gemma4_text", GEMMA4_SHARING), tmp_path)
+    tensors = load_file(plain / "model.safetensors")
+    for name in ("k_proj", "v_proj", "k_norm"):
+        for layer, own in ((4, 0), (5, 1)):
+            like = tensors[f"model.layers.{own}.self_attn.{name}.weight"]
+            tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = like.clone()
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    result = reshard.convert(plain, tmp_path / "ours", to="mlx")
+    assert list(result.plan.dropped) == [mlx.REMOVED_SHARED.rule]
+    run(tmp_path, [{"do": "convert", "hf_path": plain, "mlx_path": tmp_path / "theirs"}])
+    assert_same_tensors(tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "theirs"))
 
 
 @pytest.mark.slow

@@ -299,6 +299,12 @@ def gemma4(config: Config, tensors: Tensors) -> None:
     config.get("vision_config", {}).get("rope_parameters", {}).update(rope_type="default")
 
 
+def gemma4_unified(config: Config, tensors: Tensors) -> None:
+    """The same, with keys of what Gemma 4 has in other sizes."""
+    gemma4(config, tensors)
+    config["text_config"] |= {"enable_moe_block": False, "hidden_size_per_layer_input": 0}
+
+
 def minimax_m3(config: Config, tensors: Tensors) -> None:
     """The config as published, and what is published in float32: routers and the embedding of patches."""
     text = config["text_config"]
@@ -378,6 +384,8 @@ def mimo_v2_flash(config: Config, tensors: Tensors) -> None:
         "routed_scaling_factor": None,
         "swa_num_key_value_heads": 2 * config["num_key_value_heads"],
         "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_shared_experts": None,
         "add_swa_attention_sink_bias": True,
         "add_full_attention_sink_bias": False,
     }

@@ -49,6 +49,7 @@ from tests.genuine.tiny_configs import (
     GEMMA4_MOE,
     GEMMA4_SHARING,
     GEMMA4_TOKENS,
+    GEMMA4_UNIFIED,
     GEMMA4_VISION,
     GLM_TEXT,
     GLM_VISION,
@@ -267,6 +268,21 @@ TYPES: dict[str, Tiny] = {
         "Gemma4ForConditionalGeneration",
         {"text_config": GEMMA4_MOE, "vision_config": GEMMA4_VISION, **GEMMA4_TOKENS},
         hub=hub_names.gemma4,
+    ),
+    "gemma4_unified": Tiny(
+        "Gemma4UnifiedForConditionalGeneration",
+        {
+            "text_config": GEMMA4_UNIFIED,
+            "vision_config": {
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "mm_embed_dim": 24,
+                "mm_posemb_size": 10,
+            },
+            "audio_config": {"audio_embed_dim": 20},
+            **GEMMA4_TOKENS,
+        },
+        hub=hub_names.gemma4_unified,
     ),
     "minimax_m3_vl": Tiny(
         "MiniMaxM3SparseForConditionalGeneration",

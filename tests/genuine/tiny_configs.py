@@ -194,6 +194,11 @@ GEMMA4_MOE = {
     "top_k_experts": 2,
     "moe_intermediate_size": 24,
 }
+GEMMA4_UNIFIED = {
+    **{key: value for key, value in GEMMA4.items() if not key.endswith("per_layer_input")},
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+}
 GEMMA4_VISION = {
     "hidden_size": 16,
     "intermediate_size": 24,

@@ -10,8 +10,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any, NamedTuple
 
+from reshard.families.outer_model import language_config
 from reshard.families.renaming import Operation, Renaming, begun, rule_of
 
 
@@ -25,11 +27,16 @@ class RemovedTensors(NamedTuple):
 REMOVED_VISION = RemovedTensors(
     "vision, which mlx-lm does not have",
     re.compile(
-        r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|audio_tower)\."
+        r"(model\.)?(visual|vision_\w+|embed_vision|multi_modal_projector|mm_projector|patch_merge_mlp"
+        r"|audio_tower|embed_audio)\."
     ),
 )
 REMOVED_MTP = RemovedTensors(
     "multi-token prediction, which mlx-lm does not have", re.compile(r"(model\.)?mtp(_layers)?\.")
+)
+REMOVED_SHARED = RemovedTensors(
+    "keys and values of layers that share those of earlier ones, which mlx-lm does not have",
+    re.compile(r".*\.self_attn\.(k_proj|v_proj|k_norm)\."),
 )
 REMOVED_ROUTER_BIAS = RemovedTensors(
     "the correction bias of routers, which mlx-lm does not have", re.compile(r".*e_score_correction_bias")
@@ -40,9 +47,10 @@ REMOVED_ROUTER_BIAS = RemovedTensors(
 class MlxNaming:
     """How mlx-lm names a model's tensors.
 
-    `rules` make its tensors from the Hub's. `left` are those that it removes; with `without_mtp`, also layers from
-    `num_hidden_layers` on. It casts all tensors to one dtype, except those that stay `exact`. When it quantizes, it
-    leaves the modules `kept` plain, and stores those that are `finer` in eight bits. These three are ends of names.
+    `rules` make its tensors from the Hub's. `left` are those that it removes, REMOVED_SHARED only in the last
+    `num_kv_shared_layers`; with `without_mtp`, also layers from `num_hidden_layers` on. It casts all tensors to one
+    dtype, except those that stay `exact`. When it quantizes, it leaves the modules `kept` plain, and stores those that
+    are `finer` in eight bits. These three are ends of names.
     """
 
     rules: tuple[Renaming, ...] = ()
@@ -59,15 +67,21 @@ class MlxNaming:
 
     def leaves_out(self, name: str, config: Mapping[str, Any]) -> str | None:
         """The rule by which a tensor of the Hub is removed, or None."""
-        if rule := next((each.rule for each in self.left if each.names.match(name)), None):
-            return rule
-        layer = _LAYER.match(name) if self.without_mtp else None
-        text = config.get("text_config")
-        layers = (text if isinstance(text, Mapping) else config).get("num_hidden_layers")
-        return REMOVED_MTP.rule if layer and isinstance(layers, int) and int(layer[1]) >= layers else None
+        text, found = language_config(config), _LAYER.match(name)
+        layers, sharing = (_count(text, key) for key in ("num_hidden_layers", "num_kv_shared_layers"))
+        left_of_all = layers - int(found[1]) if found and layers else inf
+        if self.without_mtp and left_of_all <= 0:
+            return REMOVED_MTP.rule
+        others = (each for each in self.left if each is not REMOVED_SHARED or left_of_all <= sharing)
+        return next((each.rule for each in others if each.names.match(name)), None)
 
 
-_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+def _count(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    return value if isinstance(value, int) else 0
+
+
+_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 
 
 _STACK = {"name": "MergeModulelist", "dim": 0}
@@ -97,11 +111,8 @@ _BLOCK_SPARSE = tuple(_stacked_experts("block_sparse_moe.experts", "block_sparse
 _SWITCH = tuple(_stacked_experts("mlp.experts", "mlp.switch_mlp"))
 SWITCH_RULES = (*_SWITCH, *_BLOCK_SPARSE)
 """The experts of every mixture that the Hub has one by one and MLX stacks below `switch_mlp`."""
-_ABSORBED = rule_of(
-    "self_attn.kv_b_proj.weight",
-    ("self_attn.embed_q.weight", "self_attn.unembed_out.weight"),
-    {"name": "AbsorbLatent"},
-)
+_ABSORBED = rule_of("kv_b_proj.weight", ("embed_q.weight", "unembed_out.weight"), {"name": "AbsorbLatent"})
+_ROUTER = rule_of("mlp.gate.weight", "mlp.gate.gate_proj.weight")
 _LAST = {"name": "ChannelsLast"}
 _MOVED = rule_of("conv1d.weight", "conv1d.weight", _LAST)
 _ONE = {"name": "Add", "by": 1.0}
@@ -157,6 +168,23 @@ _AS_ON_THE_HUB = (
     ),
     *("olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"),
 )
+BAILING_NAMING = MlxNaming(
+    (*_SWITCH, _ROUTER), without_mtp=True, exact=("expert_bias",), finer=("mlp.gate.gate_proj",)
+)
+GEMMA4_NAMING = MlxNaming(
+    tuple(_unfused_experts("experts", "experts.switch_glu")), left=(REMOVED_SHARED,), finer=("router.proj",)
+)
+GEMMA4_SEES = replace(
+    GEMMA4_NAMING,
+    rules=(*begun(("model.language_model.", "language_model.model.")), *GEMMA4_NAMING.rules),
+    left=(REMOVED_VISION, REMOVED_SHARED),
+)
+_STEP = {
+    r"moe\.gate\.": r"mlp\.gate\.gate\.",
+    "moe.router_bias": "mlp.gate.router_bias",
+    "share_expert.": "mlp.share_expert.",
+    **{f"moe.{each}.": f"mlp.switch_mlp.{each}." for each in ("gate_proj", "up_proj", "down_proj")},
+}
 _KNOWN: dict[str, MlxNaming] = {
     **dict.fromkeys(_AS_ON_THE_HUB, PLAIN_NAMING),
     "granite": MlxNaming(finer=("self_attn.o_proj", "mlp.down_proj", "lm_head")),
@@ -164,7 +192,10 @@ _KNOWN: dict[str, MlxNaming] = {
     **dict.fromkeys(("qwen2_moe", "olmoe"), MOE_NAMING),
     "qwen3_moe": ROUTED_NAMING,
     **dict.fromkeys(("deepseek", "deepseek_v2"), GATED_NAMING),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2", "joyai_llm_flash", "glm4_moe_lite"), LATENT_NAMING),
+    **dict.fromkeys(
+        ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2", "joyai_llm_flash", "glm4_moe_lite"),
+        LATENT_NAMING,
+    ),
     "kimi_k25": replace(LATENT_NAMING, left=(REMOVED_VISION,)),
     "llama4": MlxNaming(
         tuple(_unfused_experts("feed_forward.experts", "feed_forward.experts", _SWAP)), left=(REMOVED_VISION,)
@@ -209,6 +240,26 @@ _KNOWN: dict[str, MlxNaming] = {
     ),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), MlxNaming(_OUTER, left=(REMOVED_VISION,))),
     **dict.fromkeys(("gemma3", "mistral3"), MULTIMODAL_NAMING),
+    "gemma4_text": GEMMA4_NAMING,
+    **dict.fromkeys(("gemma4", "gemma4_unified"), GEMMA4_SEES),
+    "muse_glimmer": MlxNaming(tuple(begun(("model.language_model.", "model."))), left=(REMOVED_VISION,)),
+    "minimax_m3_vl": MlxNaming(
+        _BLOCK_SPARSE, left=(REMOVED_VISION,), exact=EXACT_ROUTER_BIAS, finer=("block_sparse_moe.gate",)
+    ),
+    "mimo_v2_flash": MlxNaming(_SWITCH, left=(REMOVED_MTP,), exact=EXACT_ROUTER_BIAS, kept=("mlp.gate",)),
+    "step3p5": MlxNaming(
+        (*(rule_of(hub, own) for hub, own in _STEP.items()), *_PLUS_ONE),
+        left=(REMOVED_MTP,),
+        without_mtp=True,
+        exact=("router_bias",),
+        finer=("mlp.gate.gate",),
+    ),
+    "bailing_moe": BAILING_NAMING,
+    "bailing_hybrid": replace(
+        BAILING_NAMING,
+        rules=(*BAILING_NAMING.rules, _ABSORBED),
+        kept=("attention.embed_q", "attention.unembed_out"),
+    ),
     "nemotron_h": MlxNaming(
         (
             _MOVED,
@@ -224,7 +275,9 @@ _KNOWN: dict[str, MlxNaming] = {
 
 def naming(config: Mapping[str, Any]) -> MlxNaming | None:
     """How mlx-lm names the tensors of a config's model; None if that is not declared here."""
-    model_type = config.get("model_type")
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    if config.get("norm_head") or architectures == ["BailingMoeV3ForCausalLM"]:
+        return None  # rows of a head that mlx-lm normalizes, and another model of the same name
     return _KNOWN.get(model_type) if isinstance(model_type, str) else None
 
 
