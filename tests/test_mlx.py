@@ -30,7 +30,7 @@ from reshard.transfer.source_files import Sources
 from reshard.transfer.thread_files import OpenFiles
 from tests.commandline import reshard as command
 from tests.environments import python
-from tests.genuine import huggingface, model_types, quantized
+from tests.genuine import every_type, huggingface, model_types, quantized
 from tests.genuine.tiny_configs import GEMMA4_SHARING
 from tests.judges import assert_same_tensors, tensors_of
 
@@ -69,18 +69,22 @@ MODELS = {
         Model("gemma4_text", GEMMA4_SHARING),
         Model("gemma4_moe"),
         Model("gemma4", config={"vocab_size": 384}, without=GEMMA4_TOWERS),
+        Model("deepseek_v32", without=("model.layers.4",), routers=True),
+        Model("glm_moe_dsa", without=("model.layers.4",), routers=True),
         Model(
-            "gemma4_unified",
-            config={"vocab_size": 384},
-            without=("model.vision_embedder", "model.embed_vision", "model.embed_audio"),
+            "step3p5",
+            config={"pad_token_id": 0},
+            without=("model.layers.4", "model.layers.5"),
+            is_rounded=True,
         ),
-        Model("deepseek_v32", without=("model.layers.4",)),
-        Model("glm_moe_dsa", without=("model.layers.4",)),
-        Model("step3p5", config={"pad_token_id": 0}, without=("model.layers.4",), is_rounded=True),
-        Model("mimo_v2_flash", without=("model.mtp",)),
-        Model("minimax_m3_vl", without=("vision_tower", "multi_modal_projector", "patch_merge_mlp")),
-        Model("bailing_moe", {**NARROW, "num_nextn_predict_layers": 0}),
-        Model("bailing_hybrid", without=("model.layers.4",)),
+        Model("mimo_v2_flash", without=("model.mtp",), routers=True),
+        Model(
+            "minimax_m3_vl",
+            without=("vision_tower", "multi_modal_projector", "patch_merge_mlp"),
+            routers=True,
+        ),
+        Model("bailing_moe", {**NARROW, "num_nextn_predict_layers": 0}, routers=True),
+        Model("bailing_hybrid", without=("model.layers.4",), routers=True),
         Model("gemma3", config={"vocab_size": 288}, without=("vision_tower", "multi_modal_projector")),
         Model("nemotron"),
         Model("glm4"),
@@ -111,9 +115,35 @@ MODELS = {
 }
 COMPUTED: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMA4_SHARING,
-    **{name: {} for name in ("gemma4_moe", "gemma4", "gemma4_unified", "minimax_m3_vl", "muse_glimmer")},
+    **{name: {} for name in ("gemma4_moe", "gemma4", "minimax_m3_vl", "muse_glimmer")},
 }
 """Models of which mlx-lm computes what transformers does, and their settings. It cannot convert Muse-Glimmer itself."""
+HYBRID = {
+    "num_local_experts": 4,
+    "shared_intermediate_size": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+}
+KINDS = {"layer_types": ["mamba", "attention"]}
+LFM2 = {"block_dim": 64, "block_ff_dim": 256, "block_multiple_of": 64, "block_ffn_dim_multiplier": 1.0}
+UNDECLARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "afmoe": ({"layer_types": ["sliding_attention", "full_attention"], "num_dense_layers": 1}, {}),
+    "exaone_moe": ({}, {"head_dim": 16, "is_moe_layer": [False, True]}),
+    "gpt_neox": ({"intermediate_size": 256}, {"rotary_emb_base": 10000, "rotary_pct": 0.25}),
+    "granitemoehybrid": (HYBRID, KINDS),
+    "granitemoehybrid-dense": ({**HYBRID, "num_local_experts": 0}, KINDS),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, {**LFM2, "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ({}, {}),
+    "mellum": ({}, {"num_experts": 4}),
+    "mistral4": ({}, {}),
+    "solar_open": ({}, {"first_k_dense_replace": 0, "intermediate_size": 64, "partial_rotary_factor": 1.0}),
+}
+"""Models that are not declared for Megatron: settings, and the keys of their published configs that mlx needs."""
+WIDE = {key: 64 for key, size in every_type.SIZES.items() if size in (24, 32, 48)}
+"""Sizes that groups of 64 divide."""
 NORMS = (
     *("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight"),
     *("model.norm.weight", "language_model.norm.weight"),
@@ -249,6 +279,64 @@ def test_mlx_lm_computes_what_transformers_does(name: str, tmp_path: Path) -> No
         expected = theirs(torch.arange(3, 27)[None]).logits.numpy()
     assert np.abs(np.load(tmp_path / "ours.npy") - expected).max() < 1e-3 * np.abs(expected).max()
     reshard.convert(tmp_path / "ours", tmp_path / "back", to="huggingface", base=plain)
+    kept = {
+        key: each if key.endswith(mlx.EXACT_ROUTER_BIAS) else each.bfloat16()
+        for key, each in tensors_of(plain).items()
+    }
+    assert_same_tensors(tensors_of(tmp_path / "back"), kept)
+
+
+@pytest.mark.slow
+def test_a_model_whose_other_parts_are_not_declared_is_only_written(tmp_path: Path) -> None:
+    """Gemma 4 of 12B parameters, whose language model alone would pass for all of it."""
+    plain = hub(Model("gemma4_unified", config={"vocab_size": 384}), tmp_path)
+    jobs: list[dict[str, Any]] = []
+    for how, flags in {"": {}, **QUANTIZED}.items():
+        ours, theirs = (tmp_path / f"{who}-{how}" for who in ("ours", "theirs"))
+        reshard.convert(plain, ours, to="mlx", quantize=how or None)
+        jobs.append({"do": "convert", "hf_path": plain, "mlx_path": theirs, "quantize": bool(how), **flags})
+        jobs += [{"do": "load", "folder": each, "logits": f"{each}.npy"} for each in (ours, theirs)]
+    run(tmp_path, jobs)
+    for how in ("", *QUANTIZED):
+        ours, theirs = (tmp_path / f"{who}-{how}" for who in ("ours", "theirs"))
+        assert_same_tensors(tensors_of(ours), tensors_of(theirs))
+        assert np.array_equal(*(np.load(f"{each}.npy") for each in (ours, theirs)))
+    model = model_types.class_of("gemma4_unified").from_pretrained(plain, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(torch.arange(3, 27)[None]).logits.numpy()
+    assert np.abs(np.load(tmp_path / "ours-.npy") - expected).max() < 1e-3 * np.abs(expected).max()
+    (problem,) = command("convert", tmp_path / "theirs-", tmp_path / "back", "--json").json["problems"]
+    assert problem["code"] == "language-model-alone"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNDECLARED)
+def test_models_without_a_family_are_written_as_by_mlx_lm(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, (settings, config) = name.removesuffix("-dense"), UNDECLARED[name]
+    monkeypatch.setitem(every_type.MORE, kind, settings)
+    for key, size in {**WIDE, "head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}.items():
+        monkeypatch.setitem(every_type.SIZES, key, size)
+    model, made, plain = every_type.build(kind).bfloat16(), tmp_path / "made", tmp_path / "plain"
+    model.save_pretrained(made)
+    huggingface.make_tokenizer().save_pretrained(made)
+    reshard.convert(made, plain, to="huggingface")
+    huggingface.edit_config(plain, config)
+    jobs: list[dict[str, Any]] = []
+    for how, flags in {"": {}, "affine-4-32": {"quantize": True, "q_bits": 4, "q_group_size": 32}}.items():
+        ours, theirs = (tmp_path / f"{who}{how}" for who in ("ours", "theirs"))
+        reshard.convert(plain, ours, to="mlx", quantize=how or None)
+        jobs.append({"do": "convert", "hf_path": plain, "mlx_path": theirs, **flags})
+        jobs += [{"do": "load", "folder": each, "logits": f"{each}.npy"} for each in (ours, theirs)]
+    run(tmp_path, jobs)
+    for how in ("", "affine-4-32"):
+        ours, theirs = (tmp_path / f"{who}{how}" for who in ("ours", "theirs"))
+        assert_same_tensors(tensors_of(ours), tensors_of(theirs))
+        configs = [json.loads((each / "config.json").read_text()) for each in (ours, theirs)]
+        assert configs[0].get("quantization") == configs[1].get("quantization")
+        assert np.array_equal(*(np.load(f"{each}.npy") for each in (ours, theirs)))
+    reshard.convert(tmp_path / "theirs", tmp_path / "back", to="huggingface")
     assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(plain))
 
 

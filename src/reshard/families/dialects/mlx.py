@@ -87,6 +87,7 @@ _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 _STACK = {"name": "MergeModulelist", "dim": 0}
 _SWAP = {"name": "Transpose", "dim0": 1, "dim1": 2}
 _HALVES = {"name": "Chunk", "dim": 1}
+_ROWS = {"name": "Chunk", "dim": 0}
 _EVEN_ODD = {"name": "Interleave", "dim": 1}
 
 
@@ -106,6 +107,13 @@ def _unfused_experts(experts: str, to: str, *first: Operation) -> Iterator[Renam
     )
 
 
+def _linear_experts(module: str, to: str, cut: Operation) -> Iterator[Renaming]:
+    """Granite's MLPs, with gate and up in one linear."""
+    parts = (f"{to}.gate_proj.weight", f"{to}.up_proj.weight")
+    yield rule_of(f"{module}.input_linear.weight", parts, cut)
+    yield rule_of(f"{module}.output_linear.weight", f"{to}.down_proj.weight")
+
+
 _W123 = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _BLOCK_SPARSE = tuple(_stacked_experts("block_sparse_moe.experts", "block_sparse_moe.switch_mlp", _W123))
 _SWITCH = tuple(_stacked_experts("mlp.experts", "mlp.switch_mlp"))
@@ -115,6 +123,7 @@ _ABSORBED = rule_of("kv_b_proj.weight", ("embed_q.weight", "unembed_out.weight")
 _ROUTER = rule_of("mlp.gate.weight", "mlp.gate.gate_proj.weight")
 _LAST = {"name": "ChannelsLast"}
 _MOVED = rule_of("conv1d.weight", "conv1d.weight", _LAST)
+_CONV = rule_of("conv.conv.weight", "conv.conv.weight", _LAST)
 _ONE = {"name": "Add", "by": 1.0}
 _PLUS_ONE = tuple(
     rule_of(f"{norm}.weight", f"{norm}.weight", _ONE)
@@ -185,6 +194,7 @@ _STEP = {
     "share_expert.": "mlp.share_expert.",
     **{f"moe.{each}.": f"mlp.switch_mlp.{each}." for each in ("gate_proj", "up_proj", "down_proj")},
 }
+GRANITE_WITHOUT_EXPERTS = MlxNaming((_MOVED, *_linear_experts("shared_mlp", "mlp", _ROWS)))
 _KNOWN: dict[str, MlxNaming] = {
     **dict.fromkeys(_AS_ON_THE_HUB, PLAIN_NAMING),
     "granite": MlxNaming(finer=("self_attn.o_proj", "mlp.down_proj", "lm_head")),
@@ -201,6 +211,7 @@ _KNOWN: dict[str, MlxNaming] = {
         tuple(_unfused_experts("feed_forward.experts", "feed_forward.experts", _SWAP)), left=(REMOVED_VISION,)
     ),
     "glm4_moe": replace(GATED_NAMING, without_mtp=True, exact=EXACT_ROUTER_BIAS),
+    "solar_open": replace(GATED_NAMING, without_mtp=True, exact=EXACT_ROUTER_BIAS),
     "dots1": MlxNaming(tuple(_stacked_experts("mlp.experts", "mlp.experts")), kept=("mlp.gate",)),
     "ernie4_5_moe": MlxNaming(_SWITCH, left=(REMOVED_ROUTER_BIAS, REMOVED_MTP)),
     **dict.fromkeys(("mixtral", "phimoe"), MlxNaming(_BLOCK_SPARSE)),
@@ -260,6 +271,36 @@ _KNOWN: dict[str, MlxNaming] = {
         rules=(*BAILING_NAMING.rules, _ABSORBED),
         kept=("attention.embed_q", "attention.unembed_out"),
     ),
+    "afmoe": MlxNaming(
+        tuple(_stacked_experts("mlp.experts", "mlp.experts")), exact=("expert_bias",), finer=("router.gate",)
+    ),
+    "exaone_moe": MlxNaming(
+        (*_SWITCH, rule_of("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias")),
+        left=(REMOVED_MTP,),
+        exact=EXACT_ROUTER_BIAS,
+        kept=("mlp.gate",),
+    ),
+    "gpt_neox": MlxNaming(
+        tuple(
+            begun(("gpt_neox.", "model."), ("model.layers.", "model.h."), ("embed_out.", "model.embed_out."))
+        )
+    ),
+    "granitemoehybrid": MlxNaming(
+        (_MOVED, *_linear_experts("block_sparse_moe", "block_sparse_moe.switch_mlp", _HALVES)),
+        finer=("router.layer",),
+    ),
+    "lfm2": MlxNaming((_CONV,)),
+    "lfm2_moe": MlxNaming(
+        (
+            _CONV,
+            *_stacked_experts("feed_forward.experts", "feed_forward.switch_mlp", _W123),
+            *(rule_of(f"feed_forward.{hub}.", f"feed_forward.{own}.") for hub, own in _W123.items()),
+        ),
+        exact=("expert_bias",),
+        finer=("feed_forward.gate",),
+    ),
+    "mellum": ROUTED_NAMING,
+    "mistral4": MlxNaming((*_unfused_experts("mlp.experts", "mlp.switch_mlp"), _ABSORBED)),
     "nemotron_h": MlxNaming(
         (
             _MOVED,
@@ -278,6 +319,8 @@ def naming(config: Mapping[str, Any]) -> MlxNaming | None:
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if config.get("norm_head") or architectures == ["BailingMoeV3ForCausalLM"]:
         return None  # rows of a head that mlx-lm normalizes, and another model of the same name
+    if model_type == "granitemoehybrid" and not config.get("num_local_experts"):
+        return GRANITE_WITHOUT_EXPERTS
     return _KNOWN.get(model_type) if isinstance(model_type, str) else None
 
 
