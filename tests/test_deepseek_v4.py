@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,36 @@ def test_it_becomes_plain(published: Path, tmp_path: Path) -> None:
     quantized.assert_holds(tmp_path / "out", dequantized_by_transformers(published))
     assert "expert_dtype" not in config_of(tmp_path / "out")
     assert_same_model(published, tmp_path / "out")
+
+
+def of_v41(draw: torch.Generator) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Weights of each kind in DeepSeek-V4.1, with their scales: of tiles, of parts of rows, of FP4."""
+    for name, rows, block in (("attn.wq_a", 96, 32), ("engram.embed", 70, 1), ("engram.wkv", 64, 1)):
+        values = torch.randn(rows, 128, generator=draw).mul(100).to(torch.float8_e4m3fn)
+        yield name, values, torch.randint(110, 130, (rows // block, 4), generator=draw, dtype=torch.uint8)
+    values = torch.randint(0, 256, (64, 64), generator=draw, dtype=torch.uint8).view(torch.int8)
+    yield "ffn.experts.0.w1", values, torch.randint(110, 130, (64, 4), generator=draw, dtype=torch.uint8)
+
+
+def test_deepseek_v41_becomes_plain(tmp_path: Path) -> None:
+    """Tiles of 32 × 32, and expert_dtype inside of quantization_config; its model is not declared."""
+    tensors = {}
+    for name, values, scales in of_v41(torch.Generator().manual_seed(0)):
+        tensors |= {
+            f"layers.0.{name}.weight": values,
+            f"layers.0.{name}.scale": scales.view(torch.float8_e8m0fnu),
+        }
+    (tmp_path / "source").mkdir()
+    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    settings = {key: value for key, value in deepseek_v4.SETTINGS.items() if key != "fmt"}
+    settings |= {"weight_block_size": [32, 32], "expert_dtype": "fp4"}
+    config = {"model_type": "deepseek_v41", "dtype": "bfloat16", "quantization_config": settings}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    convert(tmp_path / "source", tmp_path / "out", dtype="bfloat16")
+    assert_same_tensors(tensors_of(tmp_path / "out"), dequantized_by_transformers(tmp_path / "source"))
+    convert(tmp_path / "source", tmp_path / "copy", max_shard_size="10kB")
+    assert_same_tensors(tensors_of(tmp_path / "copy"), tensors)
+    assert config_of(tmp_path / "copy")["quantization_config"] == settings
 
 
 def test_scales_may_be_named_as_in_memory(published: Path, tmp_path: Path) -> None:

@@ -11,14 +11,17 @@ BEYOND_MEGATRON: dict[str, str] = {
     "afmoe": "norms after attention and MLP, for which megatron-core 0.19.2 has no setting",
     "cohere": "attention and MLP side by side, for which megatron-core 0.19.2 has no setting",
     "cohere2": "attention and MLP side by side, for which megatron-core 0.19.2 has no setting",
-    "deepseek_v41": "compressed attention of a later kind, and n-gram embeddings; not declared for mcore-bridge",
-    "glm5_next": "Kimi delta attention and hyper-connections, which no release of megatron-core up to 0.19.2 has",
+    "deepseek_v41": "compressed attention of a later kind, and n-gram embeddings, for which mcore-bridge needs a "
+    "branch of megatron-core later than any release up to 0.19.2",
+    "glm5_next": "Kimi delta attention and hyper-connections, for which mcore-bridge needs a patched branch of "
+    "megatron-core later than any release up to 0.19.2",
     "kimi_linear": "Kimi delta attention, which no release of megatron-core up to 0.19.2 has",
     "longcat_flash": "two attentions in a layer, with experts beside them, which megatron-core 0.19.2 has no layer for",
     "mistral4": "queries scaled by their position, for which megatron-core 0.19.2 has no setting",
     "exaone4_5": "EXAONE 4 behind a vision tower; not declared for Megatron-Bridge",
     "exaone_moe": "experts behind EXAONE 4's windows; not declared for Megatron-Bridge",
-    "gemma4_unified": "Gemma 4 with another tower, which Megatron-Bridge lacks; not declared for mcore-bridge",
+    "gemma4_unified": "Gemma 4 with another tower, which Megatron-Bridge lacks; mcore-bridge loads it, and cannot save "
+    "layers of several shapes",
     "nemotron-nas": "layers of different sizes, some without attention or MLP; not declared for Megatron-Bridge",
     "olmo2": "post-norm instead of pre-norm",
     "olmo3": "norms after attention and MLP instead of before, for which megatron-core 0.19.2 has no setting",
