@@ -128,6 +128,20 @@ HYBRID = {
     "mamba_n_groups": 1,
 }
 KINDS = {"layer_types": ["mamba", "attention"]}
+KIMI = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["sparse", "sparse"],
+    "linear_num_heads": 4,
+    "linear_head_dim": 32,
+    "num_experts_per_token": 2,
+}
+KIMI_LAYERS = {
+    "num_heads": 4,
+    "head_dim": 32,
+    "short_conv_kernel_size": 4,
+    "kda_layers": [1],
+    "full_attn_layers": [2],
+}
 LFM2 = {"block_dim": 64, "block_ff_dim": 256, "block_multiple_of": 64, "block_ffn_dim_multiplier": 1.0}
 UNDECLARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "afmoe": ({"layer_types": ["sliding_attention", "full_attention"], "num_dense_layers": 1}, {}),
@@ -135,6 +149,10 @@ UNDECLARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt_neox": ({"intermediate_size": 256}, {"rotary_emb_base": 10000, "rotary_pct": 0.25}),
     "granitemoehybrid": (HYBRID, KINDS),
     "granitemoehybrid-dense": ({**HYBRID, "num_local_experts": 0}, KINDS),
+    "kimi_linear": (
+        KIMI,
+        {"rope_theta": 10000.0, "mla_use_nope": True, "linear_attn_config": KIMI_LAYERS},
+    ),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, {**LFM2, "block_auto_adjust_ff_dim": False}),
     "lfm2_moe": ({}, {}),
     "mellum": ({}, {"num_experts": 4}),

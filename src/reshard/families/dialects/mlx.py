@@ -289,6 +289,20 @@ _KNOWN: dict[str, MlxNaming] = {
         (_MOVED, *_linear_experts("block_sparse_moe", "block_sparse_moe.switch_mlp", _HALVES)),
         finer=("router.layer",),
     ),
+    "kimi_linear": MlxNaming(
+        (
+            *_stacked_experts("block_sparse_moe.experts", "mlp.switch_mlp", _W123),
+            rule_of("block_sparse_moe.shared_experts.", "mlp.shared_experts."),
+            rule_of("block_sparse_moe.gate.weight", "mlp.gate.weight"),
+            rule_of("block_sparse_moe.gate.e_score_correction_bias", "mlp.e_score_correction_bias"),
+            *(rule_of(f"{each}_conv1d.weight", f"{each}_conv.conv.weight", _LAST) for each in "qkv"),
+            _ABSORBED,
+        ),
+        left=(REMOVED_MTP,),
+        exact=(*EXACT_ROUTER_BIAS, "A_log", "dt_bias"),
+        finer=("mlp.gate",),
+    ),
+    "gemma3n": MULTIMODAL_NAMING,
     "lfm2": MlxNaming((_CONV,)),
     "lfm2_moe": MlxNaming(
         (
