@@ -14,6 +14,7 @@ from reshard.cli.support import NOT_TESTED, support
 from reshard.runs.guard.options import GuardOptions
 from reshard.runs.mcp.options import ServerOptions as McpOptions
 from reshard.runs.train.options import TrainOptions
+from reshard.serve.options import ServeOptions
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -71,6 +72,7 @@ TABLES = {
     "Model": (DOCS / "add-a-family.md", undeclared),
     "Option of guard": (DOCS / "guard.md", partial(options, GuardOptions, "guard")),
     "Option of mcp": (DOCS / "mcp.md", partial(options, McpOptions, "mcp")),
+    "Option of serve": (DOCS / "serve.md", partial(options, ServeOptions, "serve")),
     "Option of train": (DOCS / "training.md", partial(options, TrainOptions, "train")),
 }
 """The page and the rows of each table, by the title of its first column."""

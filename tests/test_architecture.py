@@ -32,7 +32,7 @@ ORDER = (
     ("oracle",),
     ("final",),
     ("api",),
-    ("live", "runs"),
+    ("live", "runs", "serve"),
     ("guard",),
     ("cli",),
 )

@@ -39,6 +39,7 @@ CONTRACT = {
     "--max-shard-size --vocab-divisible-by --memory --workers --dry-run --overwrite --no-tokenizer --json "
     "--quiet --debug",
     "verify": "--base --fill-from --logits --proof --json",
+    "serve": "--port --host --token --base --dtype --merge --quantize --max-shard-size --memory --no-tokenizer --json",
     "guard": "--check --startup --stall --final --json",
     "train": "--model --data --output --lora --parallel --nproc --reward --write-only --resume --json",
     "doctor": "--lang --list --explain --json --python",
@@ -52,6 +53,7 @@ BESIDES = {
     "--with-optimizer --merge --adapter --lora-alpha --for --engine --quantize --no-resume --verify --push-to-hub "
     "--private --on --no-sync",
     "verify": "--html --memory --quiet --debug",
+    "serve": "--family --fill-from --strip --adapter --lora-alpha --trust --debug",
     "guard": "--on-stall --nan-steps --output --log --merge --base --overwrite --requeue --quiet --debug",
     "train": "--eval-data --engine --merge --nnodes --tp --pp --ep --overwrite --debug",
     "doctor": "--quiet --debug",

@@ -34,6 +34,7 @@ ELSEWHERE = ("docs/demo.md", "docs/tutorials")
 PARSED = {
     "train": "tests/train runs it",
     "guard": "tests/guard runs it",
+    "serve": "serves until it is stopped: tests/serve runs it",
     "mcp": "waits for a client: tests/test_mcp.py runs it",
     "--on": "needs Slurm: tests/test_many_machines.py runs it",
     "--push-to-hub": "uploads: tests/stores/test_hub.py runs it",
@@ -78,6 +79,7 @@ def typed() -> Iterator[Command]:
         "verify",
         "doctor",
         "guard",
+        "serve",
         "mcp",
         "train",
         "support",

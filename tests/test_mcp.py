@@ -235,7 +235,7 @@ def test_nothing_outside_is_read(place: Path, tmp_path: Path) -> None:
 CONFINED = """
 import os, subprocess, socket, sys
 from pathlib import Path
-from reshard.runs.confinement import confine
+from reshard.base.confinement import confine
 
 inside = sys.argv[1]
 confine([inside], sys.path)

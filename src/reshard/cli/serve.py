@@ -15,7 +15,7 @@ from reshard.cli.options import SOURCE
 from reshard.cli.record import record_options
 from reshard.cli.usage import Command
 from reshard.commands.names import NAMES
-from reshard.runs.serve.options import ServeOptions
+from reshard.serve.options import ServeOptions
 
 
 @click.command("serve", cls=Command)
@@ -36,7 +36,7 @@ def command(paths: tuple[Path, ...], *, json_output: bool, options: ServeOptions
       hf download local/my-run --local-dir model
       vllm serve local/my-run --revision iter_0000200
     """
-    from reshard.runs.serve.server import check_paths, listening, serve
+    from reshard.serve.server import check_paths, listening, serve
 
     check_paths(paths, options)
     listener = listening(options)

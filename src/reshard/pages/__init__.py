@@ -59,7 +59,7 @@ def comparison_page(comparison: Comparison, source: str, target: str) -> str:
 def served_page(
     address: str, repositories: Sequence[Any], described: Callable[[Any], Mapping[str, str]]
 ) -> str:
-    """The page of `serve` at an address: the repositories of `runs/serve`, each step as it is `described`."""
+    """The page of `serve` at an address: the repositories of `serve/`, each step as it is `described`."""
     return _page("serve.html", title=address, repositories=repositories, described=described)
 
 

@@ -21,11 +21,11 @@ from mcp.server.stdio import stdio_server
 from mcp.shared.exceptions import MCPError
 
 import reshard
+from reshard.base.confinement import located
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.interrupts import end_at_once
 from reshard.base.plain_yaml import yaml_of
 from reshard.base.values import words_of_seconds
-from reshard.runs.confinement import located
 from reshard.runs.mcp.options import ServerOptions
 from reshard.runs.mcp.tool_process import refusal, shortened
 

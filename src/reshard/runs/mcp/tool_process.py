@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
+from reshard.base.confinement import confine
 from reshard.base.errors import Problem
 from reshard.base.exceptions_to_problems import problems_of
 from reshard.base.foreign_text import printable_json, strict
-from reshard.runs.confinement import confine
 
 MEMBERS_KEPT = (1000, 300, 100, 30, 10, 3, 1, 0)
 """Members of each list and object that are kept: the most that fit."""

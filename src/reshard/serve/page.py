@@ -9,7 +9,7 @@ from pathlib import Path
 from reshard.api.inspection import inspect
 from reshard.base.errors import ReshardError
 from reshard.pages import served_page
-from reshard.runs.serve.repositories import Step, repositories_below
+from reshard.serve.repositories import Step, repositories_below
 
 
 def page_of(paths: tuple[Path, ...], address: str) -> str:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import uvicorn
 
+from reshard.base.confinement import CONNECTING_EVENTS, REFUSED_EVENTS, confine
 from reshard.base.errors import ReshardError
 from reshard.formats.not_found import nothing_there
-from reshard.runs.confinement import CONNECTING_EVENTS, REFUSED_EVENTS, confine
-from reshard.runs.serve.access import middleware_for
-from reshard.runs.serve.hub_app import HubApp
-from reshard.runs.serve.options import ServeOptions
-from reshard.runs.serve.revisions import OnEvent
+from reshard.serve.access import middleware_for
+from reshard.serve.hub_app import HubApp
+from reshard.serve.options import ServeOptions
+from reshard.serve.revisions import OnEvent
 from reshard.stores import StorePath
 
 TOKEN_VARIABLE = "RESHARD_TOKEN"

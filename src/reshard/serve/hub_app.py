@@ -22,17 +22,17 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from reshard.base.errors import ReshardError
-from reshard.runs.serve.byte_ranges import ranges_of
-from reshard.runs.serve.file_answer import FileAnswer, MemoryTurns
-from reshard.runs.serve.options import ServeOptions
-from reshard.runs.serve.repositories import (
+from reshard.serve.byte_ranges import ranges_of
+from reshard.serve.file_answer import FileAnswer, MemoryTurns
+from reshard.serve.options import ServeOptions
+from reshard.serve.repositories import (
     MAIN,
     NotServedError,
     Repository,
     repositories_below,
     repository_named,
 )
-from reshard.runs.serve.revisions import OnEvent, Revision, Revisions
+from reshard.serve.revisions import OnEvent, Revision, Revisions
 
 MAX_BODY = 1 << 20
 """Bytes of a request's body."""
@@ -198,7 +198,7 @@ class HubApp:
         return _problem(status, getattr(error, "code", None), str(error))
 
     async def _page(self, request: Request) -> Response:
-        from reshard.runs.serve.page import page_of
+        from reshard.serve.page import page_of
 
         address = str(request.base_url).rstrip("/")
         return HTMLResponse(await anyio.to_thread.run_sync(page_of, self._paths, address))

@@ -20,8 +20,8 @@ from reshard.formats import huggingface
 from reshard.formats.options import ConversionOptions
 from reshard.hub.model_card import README, model_card
 from reshard.planning import plan_conversion
-from reshard.runs.serve.options import ServeOptions
-from reshard.runs.serve.repositories import NotServedError, Repository, Step
+from reshard.serve.options import ServeOptions
+from reshard.serve.repositories import NotServedError, Repository, Step
 from reshard.transfer.compare import unequal_replicas
 from reshard.transfer.file_ranges import FileRanges
 from reshard.transfer.memory_budget import MemoryMeter, ThreadShare, shared

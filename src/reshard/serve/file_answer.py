@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from reshard.base.errors import ReshardError
-from reshard.runs.serve.revisions import Revision
+from reshard.serve.revisions import Revision
 
 STALL_SECONDS = 60.0
 """Seconds after which a client that takes nothing is disconnected."""
