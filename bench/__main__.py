@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import click
 
-from bench import costs, guard, live, rows, scale, sync
+from bench import costs, guard, live, rows, scale, serve, sync
 from bench.models import QWEN2_5_3B, QWEN3_MOE, REAL_SIZES, make
 from bench.race import HEADER, Contender, race
 
@@ -91,6 +91,10 @@ def main(data: Path, rounds: int, only: str) -> None:
             _show([row])
         _show(["", *live.LOADED, *live.loading(data, rounds)])
         _show(["", *live.SERVED, *live.serving(data, rounds), "", *live.opening(data, rounds)])
+    if only in "serve":
+        _show(["", *serve.HEADER])
+        for row in serve.rows(data, rounds):
+            _show([row])
     if only in "costs":
         _show(list(costs.rows(data, rounds)))
     if only in "scale":

@@ -26,7 +26,7 @@ from reshard.transfer.plan import Plan
 from reshard.transfer.shared_windows import Windows
 from reshard.transfer.thread_files import OpenFiles
 
-SERVED_WINDOW_BYTES = 1 << 20
+SERVED_WINDOW_BYTES = 2 << 20
 """Bytes computed at a time, unless the tensor is transposed: whoever takes them slowly holds no more."""
 
 MAX_ITEMSIZE = 16
