@@ -27,15 +27,25 @@ PART = 1 << 17
 
 @dataclass
 class Repository:
-    """The files of the branch `main`, and the messages of its commits."""
+    """The files of the branch `main`, and the messages of its commits; each other branch is like a repository."""
 
     private: bool = False
     files: dict[str, bytes] = field(default_factory=lambda: {".gitattributes": b"*.safetensors filter=lfs\n"})
     commits: list[str] = field(default_factory=lambda: ["initial commit"])
+    branches: dict[str, Repository] = field(default_factory=dict)
+    branch: str = "main"
 
     @property
     def sha(self) -> str:
-        return hashlib.sha1(f"{len(self.commits)} {self.commits[-1]}".encode()).hexdigest()
+        return self.shas[-1]
+
+    @property
+    def shas(self) -> list[str]:
+        """One for each commit, the first one first."""
+        return [
+            hashlib.sha1(f"{number} {message} {self.branch if number > 1 else ''}".encode()).hexdigest()
+            for number, message in enumerate(self.commits, 1)
+        ]
 
 
 @dataclass
@@ -144,6 +154,31 @@ class _Handler(BaseHTTPRequestHandler):
             raise RefusedError(404, "RepoNotFound", "Repository not found")
         return found
 
+    def _branch(self, name: str, revision: str | None) -> Repository:
+        found = self._repository(name)
+        for branch in (found, *found.branches.values()):
+            if revision in (branch.sha, *(each for each, own in found.branches.items() if own is branch)):
+                return branch
+        if revision not in (None, "main"):
+            raise RefusedError(404, "RevisionNotFound", "Invalid rev id")
+        return found
+
+    def _commits(self, name: str, revision: str, **_: Any) -> Any:
+        found = self._branch(name, revision)
+        each = {"authors": [{"user": "user"}], "date": "2026-11-26T10:00:00.000Z", "message": ""}
+        titles = zip(found.shas, found.commits, strict=True)
+        return ([{**each, "id": sha, "title": title} for sha, title in reversed([*titles])],)
+
+    def _new_branch(self, name: str, branch: str, body: bytes, **_: Any) -> Any:
+        self._may_write(name)
+        found, begin = self._repository(name), json.loads(body).get("startingPoint")
+        if branch in found.branches:
+            raise RefusedError(409, message="Reference already exists")
+        if begin != found.shas[0]:
+            raise RefusedError(501, message="this server keeps the files of the first commit only")
+        found.branches[branch] = Repository(found.private, branch=branch)
+        return ({},)
+
     def _may_write(self, name: str) -> None:
         if self._role() is None:
             raise RefusedError(401, message="Invalid username or password.")
@@ -168,9 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         return ({"url": f"{self.hub.address}/{name}", "name": name},)
 
     def _info(self, name: str, revision: str | None = None, **_: Any) -> Any:
-        found = self._repository(name)
-        if revision not in (None, "main", found.sha):
-            raise RefusedError(404, "RevisionNotFound", "Invalid rev id")
+        found = self._branch(name, revision)
         files = [{"rfilename": path} for path in sorted(found.files)]
         return ({"id": name, "modelId": name, "sha": found.sha, "private": found.private, "siblings": files},)
 
@@ -181,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
         return ({},)
 
     def _tree(self, name: str, revision: str, query: dict[str, str], **_: Any) -> Any:
-        found = self._repository(name)
+        found = self._branch(name, revision)
         return (
             [
                 {"type": "file", "path": path, "size": len(content), "oid": _oid(content)}
@@ -190,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _resolve(self, name: str, revision: str, path: str, **_: Any) -> Any:
-        found = self._repository(name)
+        found = self._branch(name, revision)
         if path not in found.files:
             raise RefusedError(404, "EntryNotFound", "Entry not found")
         content = found.files[path]
@@ -206,7 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _preupload(self, name: str, revision: str, body: bytes, **_: Any) -> Any:
         self._may_write(name)
-        there = self._repository(name).files
+        there = self._branch(name, revision).files
         found = []
         for each in json.loads(body)["files"]:
             mode = "lfs" if each["size"] >= LARGE else "regular"
@@ -250,7 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _commit(self, name: str, revision: str, body: bytes, **_: Any) -> Any:
         self._may_write(name)
-        found = self._repository(name)
+        found = self._branch(name, revision)
         lines = [json.loads(line) for line in body.splitlines()]
         files = dict(found.files)
         for line in lines:
@@ -286,6 +319,8 @@ ROUTES: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("POST", "/api/validate-yaml", _Handler._yaml),
     ("GET", f"/api/(?:models|datasets)/{NAME}", _Handler._info),
     ("GET", f"/api/(?:models|datasets)/{NAME}/revision/{REVISION}", _Handler._info),
+    ("GET", f"/api/models/{NAME}/commits/{REVISION}", _Handler._commits),
+    ("POST", f"/api/models/{NAME}/branch/{REVISION}", _Handler._new_branch),
     ("GET", f"/api/models/{NAME}/auth-check(/write)?", _Handler._auth),
     ("GET", f"/api/(?:models|datasets)/{NAME}/tree/{REVISION}/?", _Handler._tree),
     ("POST", f"/api/models/{NAME}/preupload/{REVISION}", _Handler._preupload),

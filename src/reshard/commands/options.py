@@ -20,7 +20,31 @@ from reshard.transfer.staging import OnResume
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
+class PushOptions:
+    """The repository for an output."""
+
+    push_to_hub: Annotated[
+        str | None,
+        About(
+            "Upload DST to this Hugging Face repository afterwards, with a model card, in one commit.",
+            "ORG/NAME",
+            group=MACHINES,
+        ),
+    ] = None
+    private: Annotated[bool, About("Create the repository as private.", group=MACHINES)] = False
+
+    def check_push(self) -> None:
+        """Raise ReshardError if only --private is given."""
+        if self.private and not self.push_to_hub:
+            raise ReshardError(
+                "private-without-push",
+                "--private is for --push-to-hub",
+                remedy="add --push-to-hub Org/Name, or leave out --private",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(PushOptions, OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
     """How a conversion runs, and its callbacks. The bytes of the output do not depend on any of this.
 
     With `on`, jobs of Slurm do the work, and `workers` and `memory` apply to each. If a run is interrupted, its files
@@ -50,15 +74,6 @@ class RunOptions(OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
             group=MACHINES,
         ),
     ] = None
-    push_to_hub: Annotated[
-        str | None,
-        About(
-            "Upload DST to this Hugging Face repository afterwards, with a model card, in one commit.",
-            "ORG/NAME",
-            group=MACHINES,
-        ),
-    ] = None
-    private: Annotated[bool, About("Create the repository as private.", group=MACHINES)] = False
     no_sync: Annotated[
         bool,
         About(
@@ -89,6 +104,8 @@ class RunOptions(OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
     on_upload: Annotated[
         OnUpload, About("Called with the address of the repository and the number of bytes to upload.")
     ] = lambda address, nbytes: None
+    branch: str | None = None
+    """The branch of the repository, if that is not `main`."""
 
     @property
     def checksum(self) -> bool:
@@ -103,16 +120,13 @@ class RunOptions(OnBytesOption, OnStepOption, MemoryOption, TargetOptions):
     @property
     def push(self) -> Push | None:
         """The repository for the output."""
-        return Push(self.push_to_hub, self.private, self.overwrite) if self.push_to_hub else None
+        if not self.push_to_hub:
+            return None
+        return Push(self.push_to_hub, self.private, self.overwrite, self.branch)
 
     def check(self, target: Path) -> None:
         """Raise ReshardError for options that cannot be combined."""
-        if self.private and not self.push_to_hub:
-            raise ReshardError(
-                "private-without-push",
-                "--private is for --push-to-hub",
-                remedy="add --push-to-hub Org/Name, or leave out --private",
-            )
+        self.check_push()
         if not self.sync and (self.verify or self.on is not None):
             other = "--verify" if self.verify else "--on"
             raise ReshardError(

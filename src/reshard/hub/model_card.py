@@ -33,7 +33,14 @@ _CACHED = re.compile(r"models--([^/]+)--([^/]+)")
 """The folder of a repository in huggingface_hub's cache."""
 
 
-def model_card(plan: Plan, options: ConversionOptions, repository: str, *, has_digests: bool = True) -> bytes:
+def model_card(
+    plan: Plan,
+    options: ConversionOptions,
+    repository: str,
+    branch: str | None = None,
+    *,
+    has_digests: bool = True,
+) -> bytes:
     """The README.md of a repository (`Org/Name`) for the output of a plan. It contains no path of this machine.
 
     `has_digests` says that the plan was executed: its record then has a digest of each file.
@@ -45,7 +52,11 @@ def model_card(plan: Plan, options: ConversionOptions, repository: str, *, has_d
         f"# {repository.split('/')[-1]}",
         _origin(plan),
         _table(plan, options),
-        *([_CHECK.format(repository=repository)] if has_digests else []),
+        *(
+            [_CHECK.format(repository=repository + (f" --revision {branch}" if branch else ""))]
+            if has_digests
+            else []
+        ),
     ]
     return "\n\n".join(parts).encode()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -38,11 +38,15 @@ OnUpload = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class Push:
-    """Where to upload: `Org/Name`, or `Name` of the logged-in user; `private` applies to a new repository."""
+    """Where to upload: `Org/Name`, or `Name` of the logged-in user; `private` applies to a new repository.
+
+    A new `branch` begins with the first commit of the repository, whatever else is on `main`.
+    """
 
     repository: str
     private: bool = False
     overwrite: bool = False
+    branch: str | None = None
 
 
 class Upload:
@@ -51,16 +55,16 @@ class Upload:
     def __init__(self, push: Push, plan: Plan, digest: str) -> None:
         """`digest` is that of the plan: files in the repository with the same digest may be uploaded again."""
         self._push, self._plan, self._digest = push, plan, digest
-        _refuse_others(push, plan)
-        self._api = _client()
+        _refuse_others(plan)
+        self._api, self.name = opened(push)
         with _understood(push.repository):
-            self.name = _writable(self._api, push)
             self._state = self._look()
 
     @property
     def url(self) -> str:
         """The address for a browser."""
-        return f"{self._api.endpoint}/{self.name}"
+        tree = f"/tree/{self._push.branch}" if self._push.branch else ""
+        return f"{self._api.endpoint}/{self.name}{tree}"
 
     @property
     def place(self) -> dict[str, Any]:
@@ -79,14 +83,19 @@ class Upload:
         return f"the output will be uploaded to {self.url}, a new {kind} repository{how}"
 
     def create(self) -> None:
-        """Create the repository if it does not exist."""
-        if self._state is None:
-            with _understood(self.name):
+        """Create the repository and the branch if they do not exist."""
+        with _understood(self.name):
+            if self._state is None:
                 self._api.create_repo(self.name, private=self._push.private or None, exist_ok=True)
+            if self._push.branch:
+                *_, first = self._api.list_repo_commits(self.name)
+                self._api.create_branch(
+                    self.name, branch=self._push.branch, revision=first.commit_id, exist_ok=True
+                )
 
     def _look(self) -> Any:
         """The present state of the repository; None if it does not exist."""
-        from huggingface_hub.errors import RepositoryNotFoundError
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
         try:
             info = self._api.model_info(self.name)
@@ -102,8 +111,13 @@ class Upload:
                 rule="--private makes a new repository private, but does not change an existing one",
                 remedy="make it private in its settings on the Hub, or choose another name",
             )
-        self._obsolete(info)
+        with suppress(RevisionNotFoundError):
+            self._obsolete(self._info() if self._push.branch else info)
         return info
+
+    def _info(self) -> Any:
+        """The files and the last commit of the branch."""
+        return self._api.model_info(self.name, revision=self._push.branch)
 
     def _obsolete(self, info: Any) -> list[str]:
         """The files of an older upload that would be left over. Raises ReshardError if other files are in the way."""
@@ -144,7 +158,8 @@ class Upload:
 
     def _content(self, name: str) -> bytes:
         with TemporaryDirectory() as folder:
-            return Path(self._api.hf_hub_download(self.name, name, local_dir=folder)).read_bytes()
+            file = self._api.hf_hub_download(self.name, name, revision=self._push.branch, local_dir=folder)
+            return Path(file).read_bytes()
 
     def send(self, folder: Path, options: ConversionOptions, on_upload: OnUpload) -> None:
         """Upload all files of the plan from `folder`, and the model card, unless the repository has another's."""
@@ -152,12 +167,12 @@ class Upload:
 
         names = sorted(file.path for file in self._plan.files)
         with _understood(self.name, folder):
-            info = self._api.model_info(self.name)
+            info = self._info()
             obsolete = self._obsolete(info)
             operations: list[Any] = [CommitOperationDelete(name) for name in obsolete]
             operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
             if README not in names and self._is_ours(info):
-                card = model_card(self._plan, options, self.name)
+                card = model_card(self._plan, options, self.name, self._push.branch)
                 operations.append(CommitOperationAdd(README, card))
             on_upload(self.url, self._plan.nbytes)
             self._api.create_commit(
@@ -165,6 +180,7 @@ class Upload:
                 operations,
                 commit_message=f"Convert from {self._plan.source} with reshard {__version__}",
                 parent_commit=info.sha,
+                revision=self._push.branch,
             )
 
     def _is_ours(self, info: Any) -> bool:
@@ -174,8 +190,8 @@ class Upload:
         return SIGNATURE.encode() in self._content(README)
 
 
-def _refuse_others(push: Push, plan: Plan) -> None:
-    """Raise ReshardError for names and formats that the Hub cannot store."""
+def opened(push: Push) -> tuple[Any, str]:
+    """The client, and the full name of the repository. Raises ReshardError if the user may not write there."""
     if not REPOSITORY_NAME.fullmatch(push.repository):
         raise ReshardError(
             "repository-name-malformed",
@@ -184,6 +200,13 @@ def _refuse_others(push: Push, plan: Plan) -> None:
             found=push.repository,
             remedy="correct --push-to-hub",
         )
+    api = _client()
+    with _understood(push.repository):
+        return api, _writable(api, push)
+
+
+def _refuse_others(plan: Plan) -> None:
+    """Raise ReshardError for a format that the Hub cannot store."""
     able = [name for name, target in written().items() if target.names.dialects == (HUB,)]
     if plan.target not in able:
         raise ReshardError(
