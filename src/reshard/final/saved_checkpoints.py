@@ -156,7 +156,7 @@ def steps_in(folder: Path, since: float = 0.0) -> list[tuple[float, Path]]:
     """Steps, and the folder itself if it has weights, with the time of their last change, the latest first."""
     places = [(_change_time(each), each) for each in _steps(folder)]
     names = [each for each in _entries(folder) if step_of(each) is None]
-    weights = [each.stat().st_mtime for each in names if each.suffix in declared().weights]
+    weights = [_modified(each) for each in names if each.suffix in declared().weights]
     if (weights or not places) and folder.is_dir() and detect(folder):
         places.append((max(weights, default=_change_time(folder)), folder))
     return sorted(((when, each) for when, each in places if when >= since), reverse=True)
@@ -200,8 +200,14 @@ def _numbered_checkpoints(folder: Path) -> list[Path]:
 
 def _change_time(folder: Path) -> float:
     """When a folder or what is directly in it was last changed."""
-    times = [each.lstat().st_mtime for each in (folder, *_entries(folder)[:MAX_FILES]) if each.exists()]
-    return max(times, default=0.0)
+    return max(map(_modified, (folder, *_entries(folder)[:MAX_FILES])))
+
+
+def _modified(path: Path) -> float:
+    """When a file was last changed; 0 if it was deleted meanwhile."""
+    with suppress(OSError):
+        return path.lstat().st_mtime
+    return 0.0
 
 
 def _damage(folder: Path) -> list[str]:
