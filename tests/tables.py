@@ -11,6 +11,7 @@ import click
 from reshard.base.options import options_of
 from reshard.cli import cli
 from reshard.cli.support import NOT_TESTED, support
+from reshard.runs.follow.options import WatchOptions
 from reshard.runs.guard.options import GuardOptions
 from reshard.runs.mcp.options import ServerOptions as McpOptions
 from reshard.runs.train.options import TrainOptions
@@ -73,6 +74,7 @@ TABLES = {
     "Option of guard": (DOCS / "guard.md", partial(options, GuardOptions, "guard")),
     "Option of mcp": (DOCS / "mcp.md", partial(options, McpOptions, "mcp")),
     "Option of serve": (DOCS / "serve.md", partial(options, ServeOptions, "serve")),
+    "Option of watch": (DOCS / "watch.md", partial(options, WatchOptions, "watch")),
     "Option of train": (DOCS / "training.md", partial(options, TrainOptions, "train")),
 }
 """The page and the rows of each table, by the title of its first column."""

@@ -38,7 +38,7 @@ FUNCTIONS = (
     ),
     *("stream", "support", "train", "verify"),
 )
-COMMANDS_ALONE = ("help", "mcp", "serve")
+COMMANDS_ALONE = ("help", "mcp", "serve", "watch")
 IN_MODULES = {"guard": "run"}
 """Functions of modules that do what a command does."""
 LOG = """Traceback (most recent call last):

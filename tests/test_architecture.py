@@ -32,7 +32,8 @@ ORDER = (
     ("oracle",),
     ("final",),
     ("api",),
-    ("live", "runs", "serve"),
+    ("live", "serve"),
+    ("runs",),
     ("guard",),
     ("cli",),
 )
@@ -130,7 +131,7 @@ def test_no_modules_import_each_other() -> None:
     assert {name: sorted(targets & left.keys()) for name, targets in left.items()} == {}
 
 
-RUNS = (("checks",), ("doctor",), ("guard",), ("train", "mcp"))
+RUNS = (("checks",), ("doctor",), ("guard",), ("train", "mcp", "follow"))
 """The packages of `runs`, from the bottom to the top."""
 DOCTOR = ("text", "causes", "entries", "facts")
 """The packages of the doctor. None imports a later one."""
@@ -166,6 +167,8 @@ OF_THE_CORE = """
     api commands.inspection containers.torchfiles.pickles final.final_folder final.saved_checkpoints
     folders folders.companion_names folders.companions folders.find_weights folders.json_objects
     formats formats.checkpoint formats.not_found reshard stores transfer.source_files
+    commands.conversion commands.options hub model.find_config records.checkpoint_files
+    serve.options serve.repositories transfer.leftovers transfer.run_files
 """
 """The modules of the core that `runs` may import, besides those of `base`."""
 

@@ -43,6 +43,8 @@ CONTRACT = {
     "guard": "--check --startup --stall --final --json",
     "train": "--model --data --output --lora --parallel --nproc --reward --write-only --resume --json",
     "doctor": "--lang --list --explain --json --python",
+    "watch": "--to --keep --run --once --every --limit-rate --push-to-hub --private --dtype --base --merge --quantize "
+    "--max-shard-size --memory --json",
     "mcp": "--time-limit --output-limit --skill --json",
     "support": "--json",
     "help": "",
@@ -57,6 +59,7 @@ BESIDES = {
     "guard": "--on-stall --nan-steps --output --log --merge --base --overwrite --requeue --quiet --debug",
     "train": "--eval-data --engine --merge --nnodes --tp --pp --ep --overwrite --debug",
     "doctor": "--quiet --debug",
+    "watch": "--fill-from --family --strip --adapter --lora-alpha --trust --no-tokenizer --debug",
     "mcp": "--debug",
     "support": "--debug",
     "help": "",

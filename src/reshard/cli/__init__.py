@@ -45,6 +45,7 @@ COMMANDS = {
     "guard": "Run a training command, and watch over it.",
     "train": "Write a training recipe, and run it under guard.",
     "doctor": "Explain why a log, script, checkpoint or machine fails, and how to fix it.",
+    "watch": "Follow a run, and convert, upload or evaluate each step.",
     "mcp": "Let coding agents inspect checkpoints and failed runs.",
     "support": "List the formats and model families that are read and written.",
     "help": "Show the help of a command.",
