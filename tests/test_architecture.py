@@ -26,7 +26,7 @@ ORDER = (
     ("model", "records"),
     ("adapters",),
     ("hub", "planning"),
-    ("cluster",),
+    ("cluster", "exchange"),
     ("commands",),
     ("pages",),
     ("oracle",),

@@ -273,6 +273,10 @@ class View:
         flat = View((self.numel,), self.pieces)
         return flat[begin:end].pieces
 
+    def in_memory(self, size: int, strides: Sequence[int], offset: int) -> View:
+        """The same elements at `strides` (from `offset`) of a flat memory of `size` elements."""
+        return self._placed((size,), [0] * len(self.shape), self.shape, strides, offset)
+
     def _placed(
         self,
         shape: Sequence[int],

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
+from reshard.algebra.views import View
 from reshard.base.errors import ReshardError
 from reshard.commands.lazy import LazyTensor
 
@@ -42,15 +43,22 @@ class ReadTally:
             self.used.add(name)
             self.nbytes += nbytes
 
+    def landed(self, target: torch.Tensor, source: DeferredTensor) -> None:
+        """Called before the elements of a deferred tensor are copied to `target`, unchanged but for their dtype."""
+
+    def computed(self, source: DeferredTensor) -> None:
+        """Called before something else is done with the elements of a deferred tensor."""
+
 
 class DeferredTensor(torch.Tensor):  # type: ignore[misc]
     """A tensor of a checkpoint without its elements, or a view of one.
 
-    `lazy` is the part of the tensor. Axis `i` of this one is axis `order[i]` of it, or a new axis of size one if that
-    is None.
+    `lazy` is the part of the tensor, and `place` where that is in the whole, by its name. Axis `i` of this one is axis
+    `order[i]` of it, or a new axis of size one if that is None.
     """
 
     lazy: LazyTensor
+    place: View
     order: tuple[int | None, ...]
     tally: ReadTally
 
@@ -60,6 +68,7 @@ class DeferredTensor(torch.Tensor):  # type: ignore[misc]
         lazy: LazyTensor,
         tally: ReadTally,
         order: tuple[int | None, ...] | None = None,
+        place: View | None = None,
     ) -> DeferredTensor:
         order = tuple(range(lazy.ndim)) if order is None else order
         shape = [1 if axis is None else lazy.shape[axis] for axis in order]
@@ -67,6 +76,7 @@ class DeferredTensor(torch.Tensor):  # type: ignore[misc]
             cls, shape, dtype=_torch_dtype(lazy), device="cpu", requires_grad=False
         )
         deferred.lazy, deferred.order, deferred.tally = lazy, order, tally
+        deferred.place = View.of(lazy.name, *lazy.shape) if place is None else place
         return deferred
 
     def __repr__(self) -> str:
@@ -75,19 +85,27 @@ class DeferredTensor(torch.Tensor):  # type: ignore[misc]
     def read(self) -> torch.Tensor:
         """The elements."""
         self.tally.add(self.lazy.name, self.lazy.nbytes)
-        axes = [axis for axis in self.order if axis is not None]
-        return self.lazy.torch().permute(axes).reshape(self.shape)
+        return self.lazy.torch().permute(self._axes).reshape(self.shape)
+
+    @property
+    def _axes(self) -> list[int]:
+        return [axis for axis in self.order if axis is not None]
+
+    @property
+    def elements(self) -> View:
+        """Its elements in row-major order, over the name of the tensor that they are of."""
+        return self.place.permute(*self._axes).reshape(*self.shape)
 
     def cut(self, axis: int, index: int | slice) -> DeferredTensor:
         """A part along one axis, without that axis if `index` is a number."""
-        source, lazy = self.order[axis], self.lazy
+        source, lazy, part = self.order[axis], self.lazy, self.place
         order = self.order if isinstance(index, slice) else self.order[:axis] + self.order[axis + 1 :]
         if source is not None:
             place = (*[slice(None)] * source, index)
-            lazy = lazy[place]
+            lazy, part = lazy[place], part[place]
         if source is not None and not isinstance(index, slice):
             order = tuple(None if each is None else each - (each > source) for each in order)
-        return DeferredTensor(lazy, self.tally, order)
+        return DeferredTensor(lazy, self.tally, order, part)
 
     @classmethod
     def __torch_function__(
@@ -121,6 +139,7 @@ def _torch_dtype(lazy: LazyTensor) -> torch.dtype:
 def _read(value: Any) -> Any:
     """`value` with every deferred tensor in it read."""
     if isinstance(value, DeferredTensor):
+        value.tally.computed(value)
         return value.read()
     if type(value) in (list, tuple):
         return type(value)(map(_read, value))
@@ -140,6 +159,7 @@ def _copy(target: torch.Tensor, source: DeferredTensor, *args: Any, **kwargs: An
         wide = {target.dtype, source.dtype} & {*WIDE_DTYPES}
         if wide:
             raise _of_another_precision(target, source)
+    source.tally.landed(target, source)
     if target.is_meta:
         source.tally.add(source.lazy.name, 0)
         return target.copy_(torch.empty(source.shape, dtype=source.dtype, device="meta"))
@@ -205,7 +225,8 @@ def _getitem(tensor: DeferredTensor, index: Any) -> DeferredTensor | None:
 
 def _unsqueeze(tensor: DeferredTensor, dim: int) -> DeferredTensor:
     at = dim % (tensor.ndim + 1)
-    return DeferredTensor(tensor.lazy, tensor.tally, (*tensor.order[:at], None, *tensor.order[at:]))
+    order = (*tensor.order[:at], None, *tensor.order[at:])
+    return DeferredTensor(tensor.lazy, tensor.tally, order, tensor.place)
 
 
 def _squeeze(tensor: DeferredTensor, dim: int | None = None) -> DeferredTensor | None:
@@ -238,7 +259,8 @@ def _unbind(tensor: DeferredTensor, dim: int = 0) -> tuple[DeferredTensor, ...]:
 
 def _permute(tensor: DeferredTensor, *dims: Any) -> DeferredTensor:
     axes = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
-    return DeferredTensor(tensor.lazy, tensor.tally, tuple(tensor.order[axis] for axis in axes))
+    order = tuple(tensor.order[axis] for axis in axes)
+    return DeferredTensor(tensor.lazy, tensor.tally, order, tensor.place)
 
 
 def _transpose(tensor: DeferredTensor, dim0: int, dim1: int) -> DeferredTensor:

@@ -19,13 +19,18 @@ from reshard.base.suggest import meant
 from reshard.commands.weights import Weights
 from reshard.live.deferred_tensors import DeferredTensor, ReadTally
 from reshard.live.loaded_parameters import LoadingNotes
+from reshard.live.record_loading import Landings
 from reshard.model.find_config import config_of
 from reshard.stores import source_path
 
 LOAD_FORMAT = "reshard"
-LOADER_OPTIONS = ("source", *[each for each in inspect.signature(open_weights).parameters if each != "path"])
-"""Keys of `--model-loader-extra-config`: where the weights are, if not in the engine's model folder, and the arguments
-of `reshard.open`."""
+LOADER_OPTIONS = (
+    "source",
+    "record",
+    *[each for each in inspect.signature(open_weights).parameters if each != "path"],
+)
+"""Keys of `--model-loader-extra-config`: where the weights are, if not in the engine's model folder, a folder for a
+recording of what the loaders do, and the arguments of `reshard.open`."""
 SCALES_FROM_CONFIG = ("input_scale_ub",)
 """Parameters that engines fill from the config: no checkpoint has them."""
 SHARED_WITH_DRAFT = ("embed_tokens", "lm_head")
@@ -59,8 +64,8 @@ class EngineModel:
 class WeightsForModel:
     """The weights of a checkpoint on their way into a model."""
 
-    def __init__(self, engine: InferenceEngine, weights: Weights) -> None:
-        self.weights, self.tally = weights, ReadTally()
+    def __init__(self, engine: InferenceEngine, weights: Weights, *, record: bool = False) -> None:
+        self.weights, self.tally = weights, Landings() if record else ReadTally()
         self._engine, self._start = engine, time.perf_counter()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,6 +76,16 @@ class WeightsForModel:
     def shapes(self) -> TensorShapes:
         """The shapes of the tensors of which something was used."""
         return {name: self.weights[name].shape for name in self.weights if name in self.tally.used}
+
+    def save_recording(
+        self, model: torch.nn.Module, folder: str, rank: int, ranks: int, release: str
+    ) -> None:
+        """Write where each element went to a file of this rank, if that was recorded."""
+        if isinstance(self.tally, Landings):
+            engine = f"{self._engine.name} {release}"
+            recording = self.tally.recording(model, engine, self.shapes(), rank, ranks)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            recording.save(Path(folder) / f"rank-{rank}.json")
 
     def refuse_missing(self, model: torch.nn.Module, loading: LoadingNotes, reported: set[str]) -> None:
         """Raise ReshardError if the checkpoint has no weights for some parameters."""
@@ -149,7 +164,8 @@ def opened(engine: InferenceEngine, place: EngineModel, options: Mapping[str, An
     source = options.get("source")
     base = options.get("base") or place.config or (place.folder if source else None)
     path = source or place.folder
-    weights = open_weights(path, **{key: options[key] for key in options if key != "source"} | {"base": base})
+    opening = {key: options[key] for key in options if key not in ("source", "record")}
+    weights = open_weights(path, **opening | {"base": base})
     _refuse_adapter(weights, path)
     _refuse_quantized(engine, weights, place, options)
     if base and not options.get("merge"):

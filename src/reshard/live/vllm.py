@@ -13,7 +13,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import vllm
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader import register_model_loader
@@ -63,12 +65,16 @@ class VLLMLoader(BaseModelLoader):  # type: ignore[misc]
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Load a model. Raises ReshardError if a parameter is not in the checkpoint, or does not fit it."""
         _refuse_what_needs_another_loader(model, model_config)
-        filling = WeightsForModel(ENGINE, _open_weights(model_config, self._options_of(model_config)))
+        options = self._options_of(model_config)
+        record = options.get("record", "")
+        filling = WeightsForModel(ENGINE, _open_weights(model_config, options), record=bool(record))
         with LoadingNotes(model) as loading:
             reported = model.load_weights(filling.tensors())
         shared = engine_loading.shared_by_draft(model) if model_config.runner_type == "draft" else ()
         filling.refuse_missing(model, loading, {*(reported or ()), *shared})
         filling.report(loading)
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        filling.save_recording(model, record, rank, ranks, vllm.__version__)
         _LOADED[model] = LoadedModel(model_config.model, model_config.model, filling.shapes())
 
     def get_all_weights(

@@ -1,0 +1,173 @@
+"""A Megatron trainer as a checkpoint whose storages are the memory of its ranks.
+
+The shards of each rank are those of its state dict, which the reader of rank files joins: it sees no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from reshard.algebra.dtypes import dtype as dtype_of
+from reshard.algebra.layout import Layout, SavedLayout
+from reshard.algebra.storage import Storage, StoredTensor
+from reshard.algebra.tensors import Tensor, cells_of
+from reshard.algebra.views import View, row_major
+from reshard.base.errors import ReshardError
+from reshard.families import declared
+from reshard.families.dialect import MEGATRON
+from reshard.families.dims import Dims
+from reshard.families.sized_family import Model
+from reshard.folders.json_objects import read_object
+from reshard.formats.checkpoint import Checkpoint, ModelDescription
+from reshard.formats.megatron.legacy import NAME, LegacyReader
+from reshard.formats.megatron.rank_files import JoiningFacts, stage_ranks
+from reshard.formats.megatron.rank_states import MegatronRank, RankStates
+from reshard.formats.options import ConversionOptions
+from reshard.planning import planned_tensors
+from reshard.transfer.plan import Planned
+from reshard.transfer.source_files import Sources
+
+VOCABULARY_UNIT = 128
+"""Megatron-LM pads the vocabulary to a multiple of this for each tensor-parallel rank."""
+
+RankContents = Mapping[MegatronRank, Mapping[str, Any]]
+"""For each rank of the model: its state dict as `model`, with the place of each tensor in its memory."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The tensors of a model under the Hub's names, each element at a place in the memory of a rank.
+
+    `holders` has, for each storage that `tensors` name, all that hold the same bytes, with their global ranks.
+    """
+
+    tensors: Mapping[str, Planned]
+    holders: Mapping[Storage, tuple[tuple[int, Storage], ...]]
+    ranks: int
+
+
+def described_trainer(
+    model: Path, layout: Layout, *, dtype: str = "bfloat16", transformer_engine: bool = True
+) -> Trainer:
+    """The trainer that Megatron-Core would be for a Hugging Face folder (of which the config is read) and a layout.
+
+    Raises ReshardError if Megatron-Core does not compute the model, or cannot have the layout.
+    """
+    sized = _sized(model)
+    layout = layout.over(sized.dims.layers)
+    unit = VOCABULARY_UNIT * layout.tp
+    padded = sized.padded(-(-sized.dims.vocab // unit) * unit)
+    native = [
+        Planned(name, dtype_of(dtype), bound.shape, partial(View.of, name, *bound.shape))
+        for name, bound in padded.binding().native.items()
+    ]
+    states = RankStates(native, sized.args, layout, transformer_engine)
+    contents = {
+        rank: {"model": _in_memory(states, rank, layout, etp)} for rank, etp in _model_ranks(layout).items()
+    }
+    facts = JoiningFacts.of_args({**sized.args, **_layout_args(layout)})
+    return trainer_of(contents, facts, layout, model, sized.args)
+
+
+def trainer_of(
+    contents: RankContents, facts: JoiningFacts, layout: Layout, model: Path, args: Mapping[str, Any]
+) -> Trainer:
+    """A trainer whose ranks have these state dicts; `model` is the folder of the config."""
+    pairs = stage_ranks(layout)
+    reader = LegacyReader(facts, {pair: rank % layout.etp for pair, rank in pairs.items()})
+    reader.read(contents)
+    if misfits := reader.misfits():
+        raise ReshardError(misfits)
+    checkpoint = Checkpoint(
+        path=model,
+        format=NAME,
+        dialect=MEGATRON,
+        tensors=reader.tensors(),
+        description=ModelDescription(model, args=args),
+        layout=SavedLayout.of(layout),
+    )
+    hub = planned_tensors(checkpoint, ConversionOptions(base=model))
+    return Trainer(hub.by_name, _holders(reader, layout), layout.world_size)
+
+
+def _sized(model: Path) -> Model:
+    """The model that a folder's config describes. Raises ReshardError if its family is not declared."""
+    config = read_object(model / "config.json", Sources())
+    family = declared(str(config.get("model_type")))
+    if family is None:
+        raise ReshardError(
+            "trainer-family-unknown",
+            "the family of the model is not declared",
+            file=str(model / "config.json"),
+            found=str(config.get("model_type")),
+            remedy="choose a model that reshard support lists",
+        )
+    text = family.config.text(config)
+    args = family.config.to_args(text)
+    return Model(family, config, args, Dims.from_args(args, text["vocab_size"]))
+
+
+def _model_ranks(layout: Layout) -> dict[MegatronRank, int]:
+    """The coordinates of each rank of the model, and which part of an expert it holds."""
+    return {
+        MegatronRank(tp, pp, ep): rank % layout.etp
+        for (tp, ep), rank in stage_ranks(layout).items()
+        for pp in range(layout.pp)
+    }
+
+
+def _in_memory(states: RankStates, rank: MegatronRank, layout: Layout, etp: int) -> dict[str, StoredTensor]:
+    """The tensors of a rank one after another in a storage that has the rank's name."""
+    stored, at = {}, 0
+    for chunk in range(layout.vpp):
+        for key, shard in states.state(rank, chunk, etp).items():
+            nbytes = shard.numel * shard.dtype.itemsize
+            storage = Storage(storage_name(rank), at, nbytes)
+            stored[key] = StoredTensor(storage, shard.dtype, shard.shape, row_major(shard.shape))
+            at += nbytes
+    return stored
+
+
+def storage_name(rank: MegatronRank) -> str:
+    """The path of the storages of a rank."""
+    return f"tp{rank.tp}-pp{rank.pp}-ep{rank.ep}"
+
+
+def _layout_args(layout: Layout) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "virtual_pipeline_model_parallel_size": layout.virtual,
+    }
+
+
+def _holders(reader: LegacyReader, layout: Layout) -> dict[Storage, tuple[tuple[int, Storage], ...]]:
+    """Who holds each storage: the rank that the reader found first, those whose copies it noted, and all replicas."""
+    ranks = {storage_name(rank): list(_global_ranks(rank, layout)) for rank in _model_ranks(layout)}
+    same: dict[Storage, list[Storage]] = {}
+    for tensor in reader.tensors().values():
+        same.update({storage: [storage] for storage in _storages(tensor)})
+    for replica in reader.collected.replicas:
+        for first, other in zip(_storages(replica.first), _storages(replica.second), strict=True):
+            same[first].append(other)
+    return {
+        first: tuple((rank, each) for each in copies for rank in ranks[each.path])
+        for first, copies in same.items()
+    }
+
+
+def _storages(tensor: Tensor) -> list[Storage]:
+    return [cells.storage for cells in cells_of(tensor.view)]
+
+
+def _global_ranks(rank: MegatronRank, layout: Layout) -> Iterator[int]:
+    """The global ranks with the same part of the model, in Megatron-Core's order tp-cp-ep-dp-pp."""
+    in_stage = stage_ranks(layout)[rank.tp, rank.ep]
+    for replica in range(layout.dp):
+        yield (rank.pp * layout.dp + replica) * layout.stage_ranks + in_stage
