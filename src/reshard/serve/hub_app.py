@@ -146,7 +146,8 @@ class HubApp:
         try:
             is_json = request.headers.get("content-type", "").startswith("application/json")
             asked = (await request.json() if is_json else parse_qs((await request.body()).decode()))["paths"]
-            return JSONResponse([_entry(revision, path) for path in asked if path in revision.files])
+            known = {*revision.files, *_folders(revision)}
+            return JSONResponse([_entry(revision, path) for path in asked if path in known])
         except (ValueError, TypeError, KeyError):
             return _problem(400, None, 'the body must be {"paths": […]}, as JSON or as a form')
 
@@ -218,6 +219,11 @@ def _content(ranges: list[range] | None, size: int, headers: dict[str, str]) -> 
         headers["Content-Range"] = about[0]
     headers["Content-Length"] = str(sum(map(len, content)))
     return content
+
+
+def _folders(revision: Revision) -> set[str]:
+    """The folders of all files."""
+    return {str(each) for path in revision.files for each in PurePosixPath(path).parents[:-1]}
 
 
 def _entry(revision: Revision, path: str) -> dict[str, Any]:
