@@ -66,7 +66,8 @@ class FileAnswer(Response):
         turns: MemoryTurns,
         on_end: Callable[[FileAnswer], None],
     ) -> None:
-        super().__init__(None, 206 if "Content-Range" in headers else 200, headers)
+        is_part = len(content) > 1 or "Content-Range" in headers  # which several ranges have one by one
+        super().__init__(None, 206 if is_part else 200, headers)
         self.revision, self.path, self._content = revision, path, content
         self._turns, self._on_end = turns, on_end
         self.sent, self.read, self.error, self.is_wrong = 0, 0, "", False

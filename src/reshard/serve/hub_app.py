@@ -215,7 +215,7 @@ def _content(ranges: list[range] | None, size: int, headers: dict[str, str]) -> 
         heads = [f"\r\n--{boundary}\r\n{kind}\r\nContent-Range: {each}\r\n\r\n".encode() for each in about]
         content = [*chain.from_iterable(zip(heads, content, strict=True)), f"\r\n--{boundary}--\r\n".encode()]
         headers["Content-Type"] = f"multipart/byteranges; boundary={boundary}"
-    if about:
+    elif about:
         headers["Content-Range"] = about[0]
     headers["Content-Length"] = str(sum(map(len, content)))
     return content
