@@ -1,0 +1,1 @@
+"""Checkpoints served as models of a Hub."""
