@@ -13,7 +13,7 @@ from reshard.base.errors import ReshardError
 from reshard.base.plain_json import json_of
 from reshard.final.finite_weights import first_nonfinite
 from reshard.folders import iterations
-from reshard.folders.find_weights import STEPS
+from reshard.folders.find_weights import STEPS, descend
 from reshard.formats import detect, huggingface, open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
 from reshard.stores.checkpoint_names import declared
@@ -195,7 +195,7 @@ def _numbered_checkpoints(folder: Path) -> list[Path]:
     """The last checkpoints named by a bare number, which may name anything."""
     numbers = [entry for entry in _entries(folder) if entry.name.isdecimal() and entry.is_dir()]
     last = sorted(numbers, key=lambda entry: int(entry.name))[-MAX_OPENED:]
-    return [entry for entry in last if detect(entry) is not None]
+    return [entry for entry in last if descend(entry, lambda folder: detect(folder) is not None)[0]]
 
 
 def _change_time(folder: Path) -> float:
