@@ -237,7 +237,7 @@ def test_transformers_computes_the_same(hub: Hub, place: Path, tmp_path: Path) -
     )
 
 
-def assert_same_files(hub: Hub, models: dict[str, Path], out: Path) -> None:
+def assert_same_files(hub: Hub, models: dict[str, Path]) -> None:
     """Assert that huggingface_hub downloads the files of each folder for a model, by name and revision."""
     questions = [
         ["snapshot_download", *name.split("@")[:1], {"revision": name.partition("@")[2] or "main"}]
@@ -268,7 +268,7 @@ def test_every_format_is_a_model_of_transformers(hf_model: Models, tmp_path: Pat
     pairs = [({"name": f"local/{name}"}, {"name": model}) for name, (model, *_) in models.items()]
     with served(tmp_path / "home", runs) as hub:
         assert_same_logits(hub, tmp_path / "out", *pairs)
-        assert_same_files(hub, {f"local/{name}": plain / name for name in models}, tmp_path)
+        assert_same_files(hub, {f"local/{name}": plain / name for name in models})
 
 
 @pytest.mark.slow
@@ -282,7 +282,7 @@ def test_models_with_towers(name: str, overrides: dict[str, Any], tmp_path: Path
     reshard.convert(tmp_path / "runs" / "seeing", tmp_path / "plain", base=base)
     kind = {"auto": "AutoModelForImageTextToText", "bare": True}
     with served(tmp_path / "home", tmp_path / "runs", "--base", base) as hub:
-        assert_same_files(hub, {"local/seeing": tmp_path / "plain"}, tmp_path)
+        assert_same_files(hub, {"local/seeing": tmp_path / "plain"})
         pair = ({"name": "local/seeing", **kind}, {"name": base, **kind})
         assert_same_logits(hub, tmp_path / "out", pair)
 
@@ -293,7 +293,7 @@ def test_what_megatron_bridge_saved_of_a_model_with_a_tower(tmp_path: Path) -> N
     reshard.convert(DATA / "peers/bridge/gemma3", tmp_path / "plain", base=base)
     kind = {"auto": "AutoModelForImageTextToText", "bare": True}
     with served(tmp_path / "home", DATA / "peers/bridge/gemma3", "--base", base) as hub:
-        assert_same_files(hub, {"local/gemma3@iter_0000000": tmp_path / "plain"}, tmp_path)
+        assert_same_files(hub, {"local/gemma3@iter_0000000": tmp_path / "plain"})
         assert_same_logits(hub, tmp_path / "out", ({"name": "local/gemma3", **kind}, {"name": base, **kind}))
 
 
@@ -309,7 +309,7 @@ def test_runs_of_megatron_core(genuine: Callable[..., Any], tmp_path: Path) -> N
     bare = {"bare": True}
     pairs = [({"name": name, **bare}, {"name": folder, **bare}) for name, folder in models.items()]
     with served(tmp_path / "home", tmp_path / "runs", "--no-tokenizer") as hub:
-        assert_same_files(hub, {f"{name}@iter_0000002": folder for name, folder in models.items()}, tmp_path)
+        assert_same_files(hub, {f"{name}@iter_0000002": folder for name, folder in models.items()})
         assert_same_logits(hub, tmp_path / "out", *pairs)
 
 
@@ -318,8 +318,8 @@ def test_an_adapter_and_its_base(hub: Hub, place: Path, tmp_path: Path) -> None:
     base = {"name": "local/dense"}, {"name": place / "hub-0"}
     ours = {"name": "local/adapter", "base": base[0]}
     assert_same_logits(hub, tmp_path / "out", (ours, {"name": place / "runs/adapter", "base": base[1]}))
-    [snapshot] = hub.asked([["snapshot_download", "local/adapter"]])
-    assert contents(Path(snapshot)) == contents(place / "runs" / "adapter")
+    reshard.convert(place / "runs/adapter", tmp_path / "plain", to="peft")
+    assert_same_files(hub, {"local/adapter": tmp_path / "plain"})
 
 
 @pytest.mark.slow
@@ -329,7 +329,7 @@ def test_an_adapter_merged_into_its_base(hf_model: Models, tmp_path: Path) -> No
     adapter = make_adapter(base, tmp_path / "runs" / "lora", r=4, target_modules=["q_proj", "down_proj"])
     reshard.convert(adapter, tmp_path / "plain", base=base, merge=True)
     with served(tmp_path / "home", tmp_path / "runs", "--base", base, "--merge") as hub:
-        assert_same_files(hub, {"local/lora": tmp_path / "plain"}, tmp_path)
+        assert_same_files(hub, {"local/lora": tmp_path / "plain"})
         assert_same_logits(hub, tmp_path / "out", ({"name": "local/lora"}, {"name": tmp_path / "plain"}))
     saved, megatron = DATA / "megatron_lora", DATA / "megatron_lora" / "base-llama"
     options = ("--base", megatron, "--no-tokenizer")
@@ -337,7 +337,7 @@ def test_an_adapter_merged_into_its_base(hf_model: Models, tmp_path: Path) -> No
         out = tmp_path / f"megatron{len(words)}"
         reshard.convert(saved / "bridge-tp2", out, base=megatron, no_tokenizer=True, **how)
         with served(tmp_path / "home", saved / "bridge-tp2", *options, *words) as hub:
-            assert_same_files(hub, {"local/bridge-tp2": out}, tmp_path)
+            assert_same_files(hub, {"local/bridge-tp2": out})
 
 
 @pytest.mark.slow
@@ -356,10 +356,14 @@ def test_options_of_convert(words: Any, options: dict[str, Any], place: Path, tm
     for name in ("dense", "experts"):
         reshard.convert(place / "runs" / name, tmp_path / name, **options)
     with served(tmp_path / "home", place / "runs", *words) as hub:
-        assert_same_files(hub, {f"local/{name}": tmp_path / name for name in ("dense", "experts")}, tmp_path)
+        assert_same_files(hub, {f"local/{name}": tmp_path / name for name in ("dense", "experts")})
         if "dtype" in options:
             pairs = (({"name": f"local/{name}"}, {"name": tmp_path / name}) for name in ("dense", "experts"))
             assert_same_logits(hub, tmp_path / "out", *pairs)
+
+
+UNFINISHED = ("nemo", "verl-fsdp1", "verl-fsdp2", "verl-fsdp2-hsdp", "verl-fsdp2-lora")
+"""Runs in tests/data without the tracker file, which is written last."""
 
 
 def saved_as(model: str) -> Path:
@@ -368,31 +372,38 @@ def saved_as(model: str) -> Path:
     return next(each for each in folders if f"local/{'-'.join(each.relative_to(DATA).parts)}" == model)
 
 
+def convert_step(path: Path, run: Path, out: Path) -> None:
+    """Convert a step of a run, by its own path or by that of the run, where its config may lie."""
+    to = "huggingface" if detect(path) == "huggingface" else None
+    try:
+        reshard.convert(path, out, to=to, no_tokenizer=True)
+    except ReshardError:
+        reshard.convert(run, out, to=to, no_tokenizer=True)
+
+
 @pytest.mark.slow
 def test_everything_that_a_framework_saved(tmp_path: Path) -> None:
     """Every checkpoint in tests/data is served as `convert` writes it, or refused as that refuses it."""
     plain: dict[str, Path] = {}
-    refused: dict[str, str] = {}
     with served(tmp_path / "home", DATA, "--no-tokenizer") as hub:
         [models] = hub.asked([["named", ""]])
-        for model, refs in zip(models, hub.asked([["refs", each] for each in models]), strict=True):
-            if isinstance(refs, str):
-                refused[model] = refs
-                continue
+        answers = dict(zip(models, hub.asked([["refs", each] for each in models]), strict=True))
+        refused = {model: answers.pop(model) for model in models if isinstance(answers[model], str)}
+        for model, refs in answers.items():
             for step in refs.keys() - {"main"}:
-                run, out = saved_as(model), tmp_path / "plain" / f"{len(plain)}"
+                run = saved_as(model)
                 path = run if step == "final" else next(run.rglob(step))
-                to = "huggingface" if detect(path) == "huggingface" else None
-                reshard.convert(path, out, to=to, no_tokenizer=True)
-                plain[f"{model}@{step}"] = out
-        assert_same_files(hub, plain, tmp_path)
+                plain[f"{model}@{step}"] = tmp_path / "plain" / f"{len(plain)}"
+                convert_step(path, run, plain[f"{model}@{step}"])
+        assert_same_files(hub, plain)
     assert len(plain) > 60
-    for model, message in refused.items():
-        if "is not complete" in message:
-            continue
-        with pytest.raises(ReshardError) as caught:
-            reshard.convert(saved_as(model), tmp_path / "refused", no_tokenizer=True)
-        assert any(each.message in message for each in caught.value.problems), model
+    unfinished = {model for model, answer in refused.items() if "is missing, which is written last" in answer}
+    assert unfinished == {f"local/{each}" for each in UNFINISHED}
+    others = {model for model in refused.keys() - unfinished if "maxtext" not in model}  # not read by servers
+    for model in others:
+        assert "422" in refused[model] and any(each in refused[model] for each in ("expected:", "remedy:")), (
+            model
+        )
 
 
 def curl(*words: object) -> subprocess.CompletedProcess[bytes]:
