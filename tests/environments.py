@@ -258,6 +258,14 @@ ENVIRONMENTS = {
         ),
         on=TESTS,
     ),
+    "lm-eval": Environment(
+        (
+            *("evaluate==0.4.6", "pytablewriter", "rouge-score", "sacrebleu", "scikit-learn", "sqlitedict"),
+            *("word2number", "more-itertools"),
+        ),
+        ("lm_eval==0.4.13",),
+        on=TESTS,
+    ),
     "fuzz": Environment(("atheris==3.0.0",), on=TESTS),
     "llama-cpp": Environment(
         (

@@ -1,9 +1,9 @@
 """Run in an environment with mlx-lm: `run_mlx.py JOBS` does what a JSON file asks, one job after the other.
 
 A job is an object with `do`: "convert" a Hugging Face folder with mlx_lm.convert, "load" an MLX folder strictly and
-save logits, "see" what mlx-vlm makes of a folder, "compute" what mlx does with a weight, make the "sample" in
-tests/data, or "adapt" a folder: an adapter as mlx_lm.lora leaves it, and what mlx_lm.fuse makes of it. What each raises
-is printed, by the number of the job, as JSON.
+save logits, or those of a model "load_named" from the Hub, "see" what mlx-vlm makes of a folder, "compute" what mlx
+does with a weight, make the "sample" in tests/data, or "adapt" a folder: an adapter as mlx_lm.lora leaves it, and what
+mlx_lm.fuse makes of it. What each raises is printed, by the number of the job, as JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +25,16 @@ def load(folder: str, logits: str) -> None:
     model.set_dtype(mx.float32)  # the only one in which experts are computed on a CPU
     found = model(mx.arange(3, 27)[None])
     np.save(logits, np.array(found.astype(mx.float32)))
+
+
+def load_named(name: str, logits: str, revision: str | None = None) -> None:
+    """The logits of a model that mlx-lm gets from the Hub, and the tokens that its tokenizer makes of a text."""
+    from mlx_lm import load
+
+    model, tokenizer = load(name, revision=revision)
+    model.set_dtype(mx.float32)
+    found = np.array(model(mx.arange(3, 27)[None]).astype(mx.float32))
+    np.savez(logits, logits=found, tokens=tokenizer.encode("without being converted"))
 
 
 def compute(bits: int, group_size: int, mode: str, dtype: str, folder: str) -> None:
@@ -101,6 +111,7 @@ def adapt(folder: str, out: str, kind: str = "lora", keys: list[str] | None = No
 JOBS: dict[str, Any] = {
     "convert": convert,
     "load": load,
+    "load_named": load_named,
     "compute": compute,
     "see": see,
     "sample": sample,

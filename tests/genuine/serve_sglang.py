@@ -71,9 +71,7 @@ def served(case: dict[str, Any]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    os.environ |= {
-        "HF_HUB_OFFLINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-    }  # a core for each of two ranks
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"  # a core for each of two ranks
     cases, out = sys.argv[1:]
     Path(out).write_text(json.dumps([served(case) for case in json.loads(cases)]))

@@ -109,7 +109,7 @@ if __name__ == "__main__":
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "HF_HUB_OFFLINE": "1",
     }
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # a core for each of two ranks
     main(*sys.argv[1:])
