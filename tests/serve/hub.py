@@ -24,6 +24,7 @@ class Hub:
     def __init__(self, home: Path, *words: object, port: int = 0) -> None:
         command = [sys.executable, "-m", "reshard", "serve", *map(str, words), "--port", str(port), "--json"]
         self.home, self.sent = home, list[dict[str, Any]]()
+        home.mkdir(exist_ok=True)
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout
         self.address: str = json.loads(self.process.stdout.readline())["address"]
@@ -55,7 +56,6 @@ class Hub:
 
     def client(self, *words: object, cwd: Path | None = None, **more: str) -> str:
         """What a program prints that has this server for a Hub. It runs in `cwd`, or where there is nothing."""
-        self.home.mkdir(exist_ok=True)
         command = [str(word) for word in words]
         ran = subprocess.run(
             command, env=self.environment(**more), cwd=cwd or self.home, capture_output=True, text=True

