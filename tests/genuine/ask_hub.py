@@ -73,17 +73,17 @@ def listed(url: str) -> list[str]:
 
 
 def killing(model: str, path: str, process: int, **options: Any) -> list[Any]:
-    """Download a file, and kill a process with SIGKILL when a first part has come; also where each attempt began."""
-    begun: list[int] = []
+    """Download a file, and kill a process with SIGKILL when a first part has come; also the sizes of all parts."""
+    parts: list[int] = []
 
     class Killing(tqdm):
         def update(self, n: float | None = 1) -> bool | None:
-            if not begun:
+            if not parts:
                 os.kill(process, signal.SIGKILL)
-            begun.append(int(n or 0))
+            parts.append(int(n or 0))
             return super().update(n)
 
-    return [huggingface_hub.hf_hub_download(model, path, tqdm_class=Killing, **options), begun]
+    return [huggingface_hub.hf_hub_download(model, path, tqdm_class=Killing, **options), parts]
 
 
 def named(model: str) -> list[str]:

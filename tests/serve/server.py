@@ -72,11 +72,12 @@ class Server:
 
 
 @contextmanager
-def serving(lines: Path, *words: object, **environment: str) -> Iterator[Server]:
-    """A server of `reshard serve` with these arguments at a free port; its lines are written to a file."""
+def serving(lines: Path, *words: object, port: int = 0, **environment: str) -> Iterator[Server]:
+    """A server of `reshard serve` with these arguments, at a free port or this one; its lines are written to a file."""
     import os
 
-    command = [sys.executable, "-m", "reshard", "serve", *map(str, words), "--port", "0", "--json"]
+    told = [*map(str, words), "--port", str(port), "--json"]
+    command = [sys.executable, "-m", "reshard", "serve", *told]
     with lines.open("w") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
