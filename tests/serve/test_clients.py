@@ -17,6 +17,7 @@ from safetensors import safe_open
 import reshard
 from reshard.base.errors import ReshardError
 from reshard.formats import detect
+from tests.environments import python
 from tests.genuine.model_types import SMALL_GEMMA3, make_model_type
 from tests.genuine.peft import make_adapter
 from tests.serve.hub import Hub, asking, contents, served
@@ -210,11 +211,55 @@ def test_a_download_goes_on_when_the_server_was_killed_and_started_again(
     assert sum(parts) == size  # none came twice
 
 
-def assert_same_logits(hub: Hub, out: Path, *pairs: tuple[dict[str, Any], dict[str, Any]]) -> None:
+@pytest.mark.slow
+def test_an_older_client_goes_on_where_it_was_in_another_process(hf_model: Models, tmp_path: Path) -> None:
+    """huggingface_hub before 1.0 keeps what has come, and asks the next server for the rest only."""
+    model = hf_model("llama", vocab_size=60_000, hidden_size=256, num_hidden_layers=1)
+    reshard.convert(model, tmp_path / "runs" / "big", to="megatron", tp=2)
+    reshard.convert(tmp_path / "runs" / "big", tmp_path / "plain")
+    words = [
+        str(Path(python("transformers-4.57")).with_name("hf")),
+        "download",
+        "local/big",
+        "model.safetensors",
+    ]
+    with (
+        served(tmp_path / "home", tmp_path / "runs") as first,
+        subprocess.Popen(words, env=first.environment(), cwd=tmp_path, stderr=subprocess.PIPE) as client,
+    ):
+        while sum(each.stat().st_size for each in first.home.rglob("*.incomplete")) < ANSWERED:
+            assert client.poll() is None
+        first.server.process.kill()
+        assert client.communicate() and client.returncode
+    [incomplete] = first.home.rglob("*.incomplete")
+    begun, expected = incomplete.stat().st_size, (tmp_path / "plain" / "model.safetensors").read_bytes()
+    with served(tmp_path / "home", tmp_path / "runs") as second:
+        path = Path(second.client(*words).strip())
+        second.server.process.terminate()
+        second.server.process.wait()
+    assert path.read_bytes() == expected
+    assert [each["bytes"] for each in second.sent] == [len(expected) - begun]
+    assert 0 < begun < len(expected)
+
+
+@pytest.mark.slow
+def test_the_token_of_a_client(place: Path) -> None:
+    """What a client sends as HF_TOKEN; without it, the answer says what to do."""
+    with served(place / "secret", place / "runs", "--token", "cobalt") as hub:
+        [[commit, _]] = hub.asked([["info", "local/dense"]], HF_TOKEN="cobalt")
+        [wrong] = hub.asked([["info", "local/dense"]], HF_TOKEN="other")
+        [none] = hub.asked([["snapshot_download", "local/dense"]])
+    assert len(commit) == 40
+    assert all("this server wants a token: set HF_TOKEN" in each for each in (wrong, none)), (wrong, none)
+
+
+def assert_same_logits(
+    hub: Hub, out: Path, *pairs: tuple[dict[str, Any], dict[str, Any]], interpreter: str = sys.executable
+) -> None:
     """Assert that transformers computes the same from both models of each pair, and makes the same tokens of a text."""
     out.mkdir()
     cases = json.dumps([case for pair in pairs for case in pair], default=str)
-    hub.client(sys.executable, "-m", "tests.genuine.load_served", cases, out / "logits.pt", cwd=out)
+    hub.client(interpreter, "-m", "tests.genuine.load_served", cases, out / "logits.pt", cwd=out)
     found = torch.load(out / "logits.pt")
     for pair, ours, expected in zip(pairs, found[::2], found[1::2], strict=True):
         assert not isinstance(ours, str) and not isinstance(expected, str), (pair, ours, expected)
@@ -243,6 +288,16 @@ def assert_same_files(hub: Hub, models: dict[str, Path]) -> None:
         ours, expected = contents(Path(snapshot)), contents(folder)
         assert ours.keys() == expected.keys(), name
         assert [file for file in expected if ours[file] != expected[file]] == [], name
+
+
+@pytest.mark.slow
+def test_older_releases_of_transformers(hub: Hub, place: Path, tmp_path: Path) -> None:
+    """Version 4 has another client of the Hub, and asks for other files."""
+    pairs = (
+        ({"name": "local/dense", "revision": OLDER}, {"name": place / "plain" / OLDER}),
+        ({"name": "local/experts"}, {"name": place / "plain" / "experts"}),
+    )
+    assert_same_logits(hub, tmp_path / "out", *pairs, interpreter=python("transformers-4.57"))
 
 
 @pytest.mark.slow
