@@ -43,6 +43,7 @@ class Hub:
         ran = subprocess.run(
             command, env=self.environment(**more), cwd=cwd or self.home, capture_output=True, text=True
         )
+        assert self.server.process.poll() is None, "the server has ended"
         assert ran.returncode == 0, f"{command}: {ran.stdout[-3000:]}{ran.stderr[-6000:]}"
         return ran.stdout
 
