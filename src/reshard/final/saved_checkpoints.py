@@ -108,9 +108,12 @@ def saved_in(folder: Path, since: float = 0.0) -> SavedCheckpoints:
     return saved
 
 
-def checkpoint_at(when: float, place: Path, top: Path) -> FoundCheckpoint | list[str]:
-    """A checkpoint, or what shows that it is none; nothing if it may be anything, or is `top` with its steps."""
-    if lost := _damage(place):
+def checkpoint_at(when: float, place: Path, top: Path, *, alone: bool = False) -> FoundCheckpoint | list[str]:
+    """A checkpoint, or what shows that it is none; nothing if it may be anything, or is `top` with its steps.
+
+    One that is `alone` may have been copied without the file that names the last step.
+    """
+    if lost := _damage(place, alone):
         return lost
     try:
         checkpoint = open_checkpoint(place)
@@ -210,18 +213,20 @@ def _modified(path: Path) -> float:
     return 0.0
 
 
-def _damage(folder: Path) -> list[str]:
+def _damage(folder: Path, alone: bool) -> list[str]:
     """What shows that a checkpoint was not finished, or is damaged, besides its weights."""
     if folder.is_file():
         return [] if _is_whole(folder) else ["it is cut off"]
-    return [*_untracked(folder), *_cut_files(folder)]
+    return [*_untracked(folder, alone), *_cut_files(folder)]
 
 
-def _untracked(folder: Path) -> Iterator[str]:
-    """Whether the file that names the last step does not name this one yet."""
+def _untracked(folder: Path, alone: bool) -> Iterator[str]:
+    """Whether the file that names the last step does not name this one yet; one that is `alone` may have none."""
     tracker = next((name for begin, name in TRACKER_FILES.items() if re.match(begin, folder.name)), None)
     step, file = step_of(folder), folder.parent / (tracker or "")
     if tracker is None or step is None or (tracker == "latest.txt" and not file.is_file()):
+        return
+    if alone and not file.is_file():
         return
     try:
         last = re.search(r"\d+", file.read_text())

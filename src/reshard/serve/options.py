@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated
 
 from reshard.base.options import About
 from reshard.base.shared_options import MemoryOption
+from reshard.final.saved_checkpoints import FoundCheckpoint
+from reshard.folders.companion_names import CONFIG
+from reshard.formats import huggingface
 from reshard.formats.options import ConversionOptions, FolderOutput, Opening
 
 
@@ -18,6 +22,20 @@ class ShownOptions(FolderOutput, Opening):
     def conversion(self) -> ConversionOptions:
         """The conversion whose output is shown: a Hugging Face folder, or PEFT's for an adapter."""
         return ConversionOptions(**{each.name: getattr(self, each.name) for each in fields(ShownOptions)})
+
+    def conversion_of(self, step: FoundCheckpoint, run: Path) -> ConversionOptions:
+        """The same for a step of a run. It may have its config far above it, where `convert` finds it for the run."""
+        options = self.conversion
+        if step.format == huggingface.NAME:
+            options = replace(
+                options, to=huggingface.NAME
+            )  # `convert` refuses to copy unless that is asked for
+        near = (step.path, step.path.parent)
+        if options.base_path is None and not any((folder / CONFIG).is_file() for folder in near):
+            above = (folder for folder in step.path.parents if folder == run or run in folder.parents)
+            base = next((folder for folder in above if (folder / CONFIG).is_file()), None)
+            options = replace(options, base=base)
+        return options
 
 
 @dataclass(frozen=True, kw_only=True)

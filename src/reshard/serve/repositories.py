@@ -34,6 +34,8 @@ INNER_FOLDERS = {"checkpoint", "checkpoints", "ckpt", "ckpts", "weights"}
 """Names of folders for the steps of a run, which say nothing of it."""
 SEEN_SECONDS = 1.0
 """Seconds for which a listing of folders is used again."""
+SETTLED_SECONDS = 3600.0
+"""Seconds after which a step is not being written any more, though no file names the last one."""
 MAX_LOOKED_AT = 12
 """Steps that are opened to find out whether they are complete; the latest come first."""
 
@@ -168,7 +170,9 @@ def _state_of(step: Step, folder: Path, now: int) -> StepState:
 @lru_cache(maxsize=4096)
 def _checkpoint_of(step: Step, folder: Path) -> FoundCheckpoint:
     """The checkpoint of a step. What is complete stays so until its files change; what is not raises NotServedError."""
-    found = [] if isinstance(step.path, StorePath) else checkpoint_at(step.when, step.path, folder)
+    is_settled = time.time() - step.when > SETTLED_SECONDS
+    in_store = isinstance(step.path, StorePath)
+    found = [] if in_store else checkpoint_at(step.when, step.path, folder, alone=is_settled)
     if isinstance(found, FoundCheckpoint) and found.format != OWN_FORMAT:
         return found
     is_only = step.path == folder and not isinstance(found, FoundCheckpoint)
@@ -182,11 +186,20 @@ def _runs_below(top: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
     """The checkpoints and runs at or below a path; not those inside of one."""
     if isinstance(top, StorePath) or _is_run(top):
         yield top
-    elif depth and top.is_dir():
-        with suppress(OSError):
-            for entry in sorted(top.iterdir()):
-                if not entry.is_symlink() and not entry.name.startswith(".") and entry.is_dir():
-                    yield from _runs_below(entry, depth - 1)
+        return
+    entries: list[Path] = []
+    with suppress(OSError):
+        entries = sorted(top.iterdir())
+    folders = [
+        entry
+        for entry in entries
+        if not entry.is_symlink() and not entry.name.startswith(".") and entry.is_dir()
+    ]
+    if any(folder.name.lower() in INNER_FOLDERS and _is_run(folder) for folder in folders):
+        yield top  # its config may be beside the folder of its steps
+        return
+    for folder in folders if depth else ():
+        yield from _runs_below(folder, depth - 1)
 
 
 def _is_run(folder: Path) -> bool:

@@ -16,8 +16,8 @@ from anyio import CapacityLimiter
 
 from reshard.base.errors import ReshardError
 from reshard.cluster.part_worker import identity_of
-from reshard.formats import huggingface
 from reshard.formats.options import ConversionOptions
+from reshard.formats.orbax import FORMAT, UNSCANNED
 from reshard.hub.model_card import README, model_card
 from reshard.planning import plan_conversion
 from reshard.serve.options import ServeOptions
@@ -27,6 +27,7 @@ from reshard.transfer.file_ranges import FileRanges
 from reshard.transfer.memory_budget import MemoryMeter, ThreadShare, shared
 from reshard.transfer.plan import OutputFile, Plan
 
+ORBAX = (FORMAT.name, UNSCANNED.name)
 CHECKED_SECONDS = 1.0
 """Seconds for which the files of a plan are taken to be unchanged. What is read is checked each time."""
 
@@ -126,11 +127,15 @@ class Revisions:
     def _plan(self, repository: Repository, step: Step) -> Revision:
         """Plan a step, and compare what it stores more than once. Raises NotServedError and ReshardError."""
         checkpoint = repository.checkpoint(step)
-        options = self._options.conversion
-        if checkpoint.format == huggingface.NAME:
-            options = replace(
-                options, to=huggingface.NAME
-            )  # `convert` refuses to copy, unless that is asked for
+        if checkpoint.format in ORBAX:
+            raise ReshardError(
+                "orbax-not-served",
+                "an Orbax checkpoint cannot be served",
+                file=str(step.path),
+                rule="the server opens all files itself, below its folders, and tensorstore opens those of Orbax",
+                remedy=f"convert it, and serve the output: reshard convert {step.path} OUT",
+            )
+        options = self._options.conversion_of(checkpoint, repository.folder)
         meter = MemoryMeter(self._memory)
         self._refused.clear()
         plan = plan_conversion(step.path, options, meter=meter)

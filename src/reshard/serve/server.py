@@ -13,6 +13,8 @@ import uvicorn
 
 from reshard.base.confinement import CONNECTING_EVENTS, REFUSED_EVENTS, confine
 from reshard.base.errors import ReshardError
+from reshard.final.saved_checkpoints import step_of
+from reshard.folders.iterations import is_iteration
 from reshard.formats.not_found import nothing_there
 from reshard.serve.access import middleware_for
 from reshard.serve.hub_app import HubApp
@@ -101,7 +103,9 @@ def check_paths(paths: Sequence[Path], options: ServeOptions) -> None:
 
 def _confine(paths: Sequence[Path]) -> list[ReshardError]:
     sys.dont_write_bytecode = True
-    folders = [os.path.realpath(path) for path in paths if not isinstance(path, StorePath)]
+    local = [path for path in paths if not isinstance(path, StorePath)]
+    runs = [path.absolute().parent for path in local if step_of(path) is not None or is_iteration(path)]
+    folders = [os.path.realpath(path) for path in (*local, *runs)]  # config and tracker are beside a step
     in_stores = any(isinstance(path, StorePath) for path in paths)
     refused = [each for each in REFUSED_EVENTS if not (in_stores and each in CONNECTING_EVENTS)]
     return confine(folders, sys.path, command="reshard serve PATH …", refused_events=refused)

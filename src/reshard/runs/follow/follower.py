@@ -15,7 +15,6 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from threading import Event
@@ -29,7 +28,6 @@ from reshard.commands.conversion import convert
 from reshard.commands.options import RunOptions
 from reshard.final.saved_checkpoints import TRAINER_STATE, FoundCheckpoint, step_of
 from reshard.folders.companion_names import RECORD
-from reshard.formats import huggingface
 from reshard.hub import push
 from reshard.records.checkpoint_files import foreign_in
 from reshard.runs.follow.options import WatchOptions
@@ -195,9 +193,7 @@ class _Follower:
 
     def _converted(self, step: Step, found: FoundCheckpoint, **to: Any) -> Facts:
         """Convert a step, or upload it `to` a repository: what is converted already is only uploaded then."""
-        options = self._options.conversion
-        if found.format == huggingface.NAME:
-            options = replace(options, to=huggingface.NAME)
+        options = self._options.conversion_of(found, self._repository.folder)
         if self._options.limit_rate:
             to["on_bytes"] = rate_limit(self._options.limit_rate, self._stop)
         how = RunOptions(memory=self._options.memory, command=self._typed, **to)
