@@ -451,7 +451,7 @@ def test_everything_that_a_framework_saved(tmp_path: Path) -> None:
     assert unfinished == {f"local/{each}" for each in UNFINISHED}
     others = {model for model in refused.keys() - unfinished if "maxtext" not in model}  # not read by servers
     for model in others:
-        assert "422" in refused[model] and any(each in refused[model] for each in ("expected:", "remedy:")), (
+        assert "404" in refused[model] and any(each in refused[model] for each in ("expected:", "remedy:")), (
             model
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
 from itertools import chain
@@ -37,8 +38,9 @@ from reshard.serve.revisions import OnEvent, Revision, Revisions
 MAX_BODY = 1 << 20
 """Bytes of a request's body."""
 MODEL = "/{owner}/{name}"
-NOT_FOUND = 404
-STATUSES = {NotServedError: NOT_FOUND, ReshardError: 422, OSError: 500}
+REFUSED = "RevisionNotFound"
+"""The code for a step that cannot be converted: clients show the message of it, and of few others."""
+STATUSES = {NotServedError: 404, ReshardError: 404, OSError: 500}
 """The status of an answer for each kind of error."""
 
 
@@ -118,12 +120,14 @@ class HubApp:
         repository = await self._repository(request)
 
         def branches() -> list[dict[str, str]]:
-            names = [MAIN, *(state.step.name for state in repository.states() if state.is_complete)]
-            commits = {name: self.revisions.of(repository, name).commit for name in names}
-            return [
-                {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit}
-                for name, commit in commits.items()
-            ]
+            found = []
+            for name in (MAIN, *(state.step.name for state in repository.states() if state.is_complete)):
+                with suppress(ReshardError, NotServedError):  # it is said when this step is asked for
+                    commit = self.revisions.of(repository, name).commit
+                    found.append({"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit})
+            if not found:
+                self.revisions.of(repository, MAIN)  # raises
+            return found
 
         found = await anyio.to_thread.run_sync(branches)
         return JSONResponse({"branches": found, "tags": [], "converts": []})
@@ -194,9 +198,9 @@ class HubApp:
 
     async def _failed(self, request: Request, error: Exception) -> Response:
         status = next(status for kind, status in STATUSES.items() if isinstance(error, kind))
-        if status != NOT_FOUND:
+        if not isinstance(error, NotServedError):
             self._on_event({"event": "refused", "path": request.url.path, "error": str(error)})
-        return _problem(status, getattr(error, "code", None), str(error))
+        return _problem(status, getattr(error, "code", REFUSED), str(error))
 
     async def _page(self, request: Request) -> Response:
         from reshard.serve.page import page_of
