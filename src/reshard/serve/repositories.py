@@ -34,7 +34,7 @@ INNER_FOLDERS = {"checkpoint", "checkpoints", "ckpt", "ckpts", "weights"}
 """Names of folders for the steps of a run, which say nothing of it."""
 SEEN_SECONDS = 1.0
 """Seconds for which a listing of folders is used again."""
-SETTLED_SECONDS = 3600.0
+SETTLED_SECONDS = 60.0
 """Seconds after which a step is not being written any more, though no file names the last one."""
 MAX_LOOKED_AT = 12
 """Steps that are opened to find out whether they are complete; the latest come first."""
