@@ -6,14 +6,14 @@ layout, and is data: machines without the engine plan with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.views import Piece, View, covered, overlaps
-from reshard.base.errors import Problem, ReshardError, reading_values
+from reshard.base.errors import Problem, ReshardError, raise_all, reading_values
 from reshard.base.plain_json import json_of, put
 
 VERSION = 1
@@ -87,20 +87,6 @@ class EngineRecording:
         """Write it to a file."""
         put(path, self.as_dict())
 
-    def problems(self) -> list[Problem]:
-        """Parameters of which elements have two sources."""
-        return [
-            Problem(
-                "recording-ambiguous",
-                "a recording has two sources for an element of a parameter",
-                tensor=name,
-                rule="each element of a parameter is loaded once",
-                remedy="record it again, with the same release of the engine",
-            )
-            for name, parameter in self.parameters.items()
-            if overlaps(parameter.view)
-        ]
-
 
 def read_recordings(folder: Path) -> list[EngineRecording]:
     """The recordings of all ranks in a folder, by rank. Raises ReshardError if one is missing or malformed."""
@@ -108,6 +94,7 @@ def read_recordings(folder: Path) -> list[EngineRecording]:
     for path in sorted(folder.glob("rank-*.json")):
         with reading_values(path):
             recordings.append(EngineRecording.of_dict(json_of(path.read_bytes())))
+        raise_all(_ambiguous(recordings[-1], path))
     recordings.sort(key=lambda each: each.rank)
     ranks = recordings[0].ranks if recordings else 1
     if [each.rank for each in recordings] != list(range(ranks)):
@@ -120,6 +107,20 @@ def read_recordings(folder: Path) -> list[EngineRecording]:
             remedy="copy the files of all ranks, or record them again",
         )
     return recordings
+
+
+def _ambiguous(recording: EngineRecording, path: Path) -> Iterator[Problem]:
+    """Parameters of which an element has two sources."""
+    for name, parameter in recording.parameters.items():
+        if overlaps(parameter.view):
+            yield Problem(
+                "recording-ambiguous",
+                "a recording has two sources for an element of a parameter",
+                tensor=name,
+                file=str(path),
+                rule="each element of a parameter is loaded once",
+                remedy="record it again, with the same release of the engine",
+            )
 
 
 def _pieces(listed: Any) -> tuple[Piece, ...]:

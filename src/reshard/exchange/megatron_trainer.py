@@ -5,16 +5,16 @@ The shards of each rank are those of its state dict, which the reader of rank fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from reshard.algebra.dtypes import dtype as dtype_of
 from reshard.algebra.layout import Layout, SavedLayout
 from reshard.algebra.storage import Storage, StoredTensor
-from reshard.algebra.tensors import Tensor, cells_of
+from reshard.algebra.tensors import Cells, Tensor, cells_of
 from reshard.algebra.views import View, row_major
 from reshard.base.errors import ReshardError
 from reshard.families import declared
@@ -48,6 +48,22 @@ class Trainer:
     tensors: Mapping[str, Planned]
     holders: Mapping[Storage, tuple[tuple[int, Storage], ...]]
     ranks: int
+
+    @cached_property
+    def order(self) -> Mapping[Storage, int]:
+        """The number of each storage that `tensors` name."""
+        return {storage: number for number, storage in enumerate(self.holders)}
+
+    def views(self, rank: int | None = None) -> dict[str, View]:
+        """The tensors over storages; with `rank`, only those of which it holds elements, and only these elements."""
+        views = {name: planned.source() for name, planned in self.tensors.items()}
+        if rank is None:
+            return views
+        elsewhere = {
+            first for first, holders in self.holders.items() if rank not in (holder for holder, _ in holders)
+        }
+        own = {name: _without(view, elsewhere) for name, view in views.items()}
+        return {name: view for name, view in own.items() if view.pieces}
 
 
 def described_trainer(
@@ -92,6 +108,16 @@ def trainer_of(
     )
     hub = planned_tensors(checkpoint, ConversionOptions(base=model))
     return Trainer(hub.by_name, _holders(reader, layout), layout.world_size)
+
+
+def _without(view: View, storages: Collection[Storage]) -> View:
+    """A view without the elements in some storages."""
+    kept = (
+        piece
+        for piece in view.pieces
+        if not isinstance(piece.source, Cells) or piece.source.storage not in storages
+    )
+    return View(view.shape, tuple(kept))
 
 
 def _sized(model: Path) -> Model:

@@ -115,64 +115,36 @@ class TransferPlan:
 
 
 def plan_transfer(
-    trainer: Trainer, engine: Sequence[EngineRecording], nodes: Mapping[int, int] | None = None
+    trainer: Trainer, engine: Sequence[EngineRecording], sender: int | None = None
 ) -> TransferPlan:
     """Plan the transfer from a trainer to the ranks of an engine. Raises ReshardError.
 
-    Of ranks that hold the same elements, the one that has the least to send is chosen. `nodes` maps trainer ranks to
-    their machines: then the machine that has the least to send comes first.
+    Ranks that hold the same elements take turns in sending them, from one receiver and one storage to the next. So a
+    rank can plan what it sends without the others: with `sender`, only that is planned.
     """
-    raise_all(problem for recording in engine for problem in recording.problems())
     raise_all(_missing(trainer, engine))
-    found = [each for recording in engine for each in _elements(trainer, recording)]
-    chosen = _chosen(trainer, found, nodes or {})
+    views = trainer.views(sender)
+    transfers = [each for recording in engine for each in _sent_to(recording, trainer, views)]
+    if sender is not None:
+        transfers = [each for each in transfers if each.sender == sender]
     loaded = {recording.rank: recording.loaded for recording in engine if recording.loaded}
     bound = sum(recording.nbytes for recording in engine)
-    return TransferPlan(chosen, trainer.ranks, len(engine), bound, loaded)
+    return TransferPlan(transfers, trainer.ranks, len(engine), bound, loaded)
 
 
-class _Elements(NamedTuple):
-    """Elements of a parameter that one storage of the trainer has. `piece` counts from the first of the storage."""
-
-    receiver: int
-    parameter: str
-    wanted: DType
-    cells: Cells
-    piece: Piece
-
-
-def _elements(trainer: Trainer, recording: EngineRecording) -> Iterator[_Elements]:
-    """Where the trainer has the elements of one engine rank. Raises ReshardError for what it computes."""
-    views: dict[Any, View] = {}
-
-    def held(name: Any) -> View:
-        if name not in views:
-            views[name] = trainer.tensors[name].source()
-        return views[name]
-
+def _sent_to(recording: EngineRecording, trainer: Trainer, views: Mapping[Any, View]) -> Iterator[Transfer]:
+    """What one engine rank gets of some tensors. Raises ReshardError for what the trainer would have to compute."""
     for name, parameter in recording.parameters.items():
-        for piece in parameter.view.through(held).pieces:
+        known = View(
+            parameter.view.shape, tuple(each for each in parameter.view.pieces if each.source in views)
+        )
+        for piece in known.through(views.__getitem__).pieces:
             if not isinstance(piece.source, Cells) or not piece.source.storage.path:
                 raise ReshardError(_computed(name, recording))
-            yield _Elements(recording.rank, name, parameter.dtype, piece.source, piece)
-
-
-def _chosen(trainer: Trainer, found: Sequence[_Elements], nodes: Mapping[int, int]) -> list[Transfer]:
-    """Who sends each: the largest are decided first, so that the small ones even out what they leave."""
-    loads: Counter[int] = Counter()
-    on_nodes: Counter[int] = Counter()
-    transfers: dict[int, Transfer] = {}
-    for index in sorted(range(len(found)), key=lambda index: -found[index].piece.numel):
-        receiver, parameter, wanted, cells, piece = found[index]
-        rank, storage = min(
-            trainer.holders[cells.storage],
-            key=lambda each: (on_nodes[nodes.get(each[0], 0)], loads[each[0]], each[0]),
-        )
-        transfer = Transfer(rank, receiver, parameter, storage, cells.dtype, wanted, piece)
-        transfers[index] = transfer
-        loads[rank] += transfer.nbytes
-        on_nodes[nodes.get(rank, 0)] += transfer.nbytes if nodes else 0
-    return [transfers[index] for index in range(len(found))]
+            storage, stored = piece.source
+            turns = trainer.holders[storage]
+            sender, place = turns[(recording.rank + trainer.order[storage]) % len(turns)]
+            yield Transfer(sender, recording.rank, name, place, stored, parameter.dtype, piece)
 
 
 def _missing(trainer: Trainer, engine: Sequence[EngineRecording]) -> Iterator[Problem]:
