@@ -81,7 +81,8 @@ class EngineRecording:
         }
         shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
         loaded = tuple(content["loaded"])
-        return cls(content["engine"], content["rank"], content["ranks"], parameters, loaded, shapes)
+        rank, ranks = int(content["rank"]), int(content["ranks"])
+        return cls(content["engine"], rank, ranks, parameters, loaded, shapes)
 
     def save(self, path: Path) -> None:
         """Write it to a file."""

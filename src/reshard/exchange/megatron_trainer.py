@@ -34,20 +34,22 @@ from reshard.transfer.source_files import Sources
 VOCABULARY_UNIT = 128
 """Megatron-LM pads the vocabulary to a multiple of this for each tensor-parallel rank."""
 
-RankContents = Mapping[MegatronRank, Mapping[str, Any]]
-"""For each rank of the model: its state dict as `model`, with the place of each tensor in its memory."""
+RankContents = Mapping[MegatronRank, Mapping[str, Mapping[str, StoredTensor]]]
+"""For each rank of the model, the state dicts of its chunks, with the place of each tensor in its memory."""
 
 
 @dataclass(frozen=True)
 class Trainer:
     """The tensors of a model under the Hub's names, each element at a place in the memory of a rank.
 
-    `holders` has, for each storage that `tensors` name, all that hold the same bytes, with their global ranks.
+    `holders` has, for each storage that `tensors` name, all that hold the same bytes, with their global ranks. `keys`
+    tells which tensor a storage is: its chunk ("model", or "model0" …) and its key in the state dict of that.
     """
 
     tensors: Mapping[str, Planned]
     holders: Mapping[Storage, tuple[tuple[int, Storage], ...]]
     ranks: int
+    keys: Mapping[Storage, tuple[str, str]]
 
     @cached_property
     def order(self) -> Mapping[Storage, int]:
@@ -82,9 +84,7 @@ def described_trainer(
         for name, bound in padded.binding().native.items()
     ]
     states = RankStates(native, sized.args, layout, transformer_engine)
-    contents = {
-        rank: {"model": _in_memory(states, rank, layout, etp)} for rank, etp in _model_ranks(layout).items()
-    }
+    contents = {rank: _in_memory(states, rank, layout, etp) for rank, etp in _model_ranks(layout).items()}
     facts = JoiningFacts.of_args({**sized.args, **_layout_args(layout)})
     return trainer_of(contents, facts, layout, model, sized.args)
 
@@ -107,7 +107,13 @@ def trainer_of(
         layout=SavedLayout.of(layout),
     )
     hub = planned_tensors(checkpoint, ConversionOptions(base=model))
-    return Trainer(hub.by_name, _holders(reader, layout), layout.world_size)
+    keys = {
+        stored.storage: (chunk, key)
+        for content in contents.values()
+        for chunk, tensors in content.items()
+        for key, stored in tensors.items()
+    }
+    return Trainer(hub.by_name, _holders(reader, layout), layout.world_size, keys)
 
 
 def _without(view: View, storages: Collection[Storage]) -> View:
@@ -146,16 +152,19 @@ def _model_ranks(layout: Layout) -> dict[MegatronRank, int]:
     }
 
 
-def _in_memory(states: RankStates, rank: MegatronRank, layout: Layout, etp: int) -> dict[str, StoredTensor]:
+def _in_memory(
+    states: RankStates, rank: MegatronRank, layout: Layout, etp: int
+) -> dict[str, dict[str, StoredTensor]]:
     """The tensors of a rank one after another in a storage that has the rank's name."""
-    stored, at = {}, 0
+    contents: dict[str, dict[str, StoredTensor]] = {}
+    at = 0
     for chunk in range(layout.vpp):
+        stored = contents[f"model{chunk}" if layout.vpp > 1 else "model"] = {}
         for key, shard in states.state(rank, chunk, etp).items():
-            nbytes = shard.numel * shard.dtype.itemsize
-            storage = Storage(storage_name(rank), at, nbytes)
+            storage = Storage(storage_name(rank), at, shard.numel * shard.dtype.itemsize)
             stored[key] = StoredTensor(storage, shard.dtype, shard.shape, row_major(shard.shape))
-            at += nbytes
-    return stored
+            at += storage.nbytes
+    return contents
 
 
 def storage_name(rank: MegatronRank) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
-from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells
 from reshard.algebra.views import Piece, View
 from reshard.base.errors import Problem, ReshardError, raise_all
@@ -20,14 +19,15 @@ from reshard.exchange.megatron_trainer import Trainer
 class Transfer(NamedTuple):
     """Elements that one rank sends to another.
 
-    `piece` has their places: in `storage` of the sender, as `stored`, and in the memory of `parameter` of the receiver.
-    They are cast to the narrower of both dtypes before they are sent.
+    `piece` has their places: in the memory of `tensor` of the sender (the name of a chunk, and a key of its state
+    dict), as `stored`, and in that of `parameter` of the receiver. They are cast to the narrower of both dtypes before
+    they are sent.
     """
 
     sender: int
     receiver: int
+    tensor: tuple[str, str]
     parameter: str
-    storage: Storage
     stored: DType
     wanted: DType
     piece: Piece
@@ -104,7 +104,7 @@ class TransferPlan:
                     "sender": each.sender,
                     "receiver": each.receiver,
                     "parameter": each.parameter,
-                    "storage": [each.storage.path, each.storage.offset, each.storage.nbytes],
+                    "tensor": each.tensor,
                     "stored": each.stored.name,
                     "wanted": each.wanted.name,
                     "piece": [each.piece.start, each.piece.at, each.piece.axes],
@@ -144,7 +144,8 @@ def _sent_to(recording: EngineRecording, trainer: Trainer, views: Mapping[Any, V
             storage, stored = piece.source
             turns = trainer.holders[storage]
             sender, place = turns[(recording.rank + trainer.order[storage]) % len(turns)]
-            yield Transfer(sender, recording.rank, name, place, stored, parameter.dtype, piece)
+            tensor = trainer.keys[place]
+            yield Transfer(sender, recording.rank, tensor, name, stored, parameter.dtype, piece)
 
 
 def _missing(trainer: Trainer, engine: Sequence[EngineRecording]) -> Iterator[Problem]:
