@@ -24,19 +24,21 @@ import reshard
 from reshard.cli import COMMANDS
 from reshard.families.dialect import HUB
 from tests.commandline import reshard as command
+from tests.exchange.test_transfer_plan import RECORDINGS, SIZES
 
 DOCS = Path(__file__).parents[1] / "docs"
 SOURCE = Path(reshard.__file__).parent
 FUNCTIONS = (
     *(
         "convert",
+        "described_trainer",
         "doctor",
         "from_pretrained",
         "inspect",
         "load_into",
         "open",
     ),
-    *("stream", "support", "train", "verify"),
+    *("stream", "support", "train", "transfer_plan", "verify"),
 )
 COMMANDS_ALONE = ("help", "mcp", "serve", "watch")
 IN_MODULES = {"guard": "run"}
@@ -54,6 +56,8 @@ def place(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
     """A folder with the files that the examples name: a model, a Megatron run, a fine-tuned model and a log."""
     folder = tmp_path_factory.mktemp("examples")
     (folder / "model").symlink_to(hf_model("qwen3"))
+    (folder / "moe").symlink_to(hf_model("qwen3_moe", **SIZES))
+    (folder / "recordings").symlink_to(RECORDINGS / "qwen3_moe")
     reshard.convert(folder / "model", folder / "run", to="megatron", tp=2, pp=2)
     reshard.convert(folder / "model", folder / "tuned", to="huggingface")
     file = folder / "tuned" / "model.safetensors"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from reshard.api.inspection import inspect
     from reshard.api.streams import stream
     from reshard.api.supported import support
+    from reshard.api.transfers import described_trainer, transfer_plan
     from reshard.api.verification import verify
     from reshard.api.weights import open
     from reshard.base.errors import Problem, ReshardError
@@ -63,6 +64,7 @@ __all__ = [
     "Weights",
     "__version__",
     "convert",
+    "described_trainer",
     "doctor",
     "from_pretrained",
     "inspect",
@@ -71,6 +73,7 @@ __all__ = [
     "stream",
     "support",
     "train",
+    "transfer_plan",
     "verify",
 ]
 
@@ -80,6 +83,7 @@ _HOMES = {
     "reshard.runs.doctor.python_api": ("doctor",),
     "reshard.api.inspection": ("inspect",),
     "reshard.api.streams": ("stream",),
+    "reshard.api.transfers": ("described_trainer", "transfer_plan"),
     "reshard.api.supported": ("support",),
     "reshard.api.verification": ("verify",),
     "reshard.api.weights": ("open",),
