@@ -168,7 +168,7 @@ OF_THE_CORE = """
     folders folders.companion_names folders.companions folders.find_weights folders.json_objects
     formats formats.checkpoint formats.not_found reshard stores transfer.source_files
     commands.conversion commands.options hub model.find_config records.checkpoint_files
-    serve.options serve.repositories transfer.leftovers transfer.run_files
+    serve.options serve.repositories serve.server transfer.leftovers transfer.run_files
 """
 """The modules of the core that `runs` may import, besides those of `base`."""
 

@@ -117,6 +117,15 @@ SRC = {"src": "qwen3"}
 BOTH = {"src": "qwen3", "base": "qwen3"}
 TO_MEGATRON = "convert src dst --to megatron"
 CASES: dict[str, list[Case]] = {
+    # A server that starts does not end: this one has no port, whatever else is right.
+    "token-not-passed": [
+        Case(
+            {"ckpt": "qwen3"},
+            "serve ckpt --host 0.0.0.0 --port 99999",
+            {"--token": "secret"},
+            then={"address-not-usable"},
+        )
+    ],
     "tokenizer-not-beside-checkpoint": [
         Case(TWO, "convert ckpt dst", {"DIR": "base"}, lambda there: _no_tokenizer(there / "ckpt"))
     ],

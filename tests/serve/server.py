@@ -43,7 +43,9 @@ class Server:
         """A new connection."""
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
 
-    def ask(self, path: str, method: str = "GET", body: str | None = None, **headers: str) -> Answer:
+    def ask(
+        self, path: str, method: str = "GET", body: str | Iterator[bytes] | None = None, **headers: str
+    ) -> Answer:
         """The answer to one request; names of headers have _ for -."""
         connection = self.connection()
         named = {name.replace("_", "-"): value for name, value in headers.items()}

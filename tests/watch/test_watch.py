@@ -16,13 +16,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import reshard as api
-from reshard.runs.follow.rate_limit import moved_bytes, rate_limit
+from reshard.runs.follow.follower import moved_bytes, rate_limit
 from tests.commandline import apart, listing, reshard
 from tests.watch.watching import content, told, watch_once, watching
 
 STEPS = ("iter_0000010", "iter_0000020", "iter_0000030")
 PLAIN = ("--no-tokenizer",)
-SLOW = ("--limit-rate", "300kB")
+SLOW = ("--limit-rate", "600kB")
 """A rate at which a conversion lasts for seconds, so that something can happen in the middle of it."""
 
 
@@ -69,6 +69,7 @@ def test_steps_of_the_trainer_become_models_that_load(trainer_steps: Path, tmp_p
     assert content(tmp_path / "out" / names[2]) == content(tmp_path / "apart")
 
 
+@pytest.mark.slow
 def test_adapters_stay_adapters_or_are_merged(
     lora_steps: Path, hf_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_adapters_stay_adapters_or_are_merged(
     assert content(tmp_path / "merged/checkpoint-3") == content(tmp_path / "apart")
 
 
+@pytest.mark.slow
 def test_a_run_is_followed_while_the_trainer_deletes_its_steps(
     hf_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -119,6 +121,7 @@ def test_a_step_that_is_deleted_while_it_is_read_is_skipped(run: Path, tmp_path:
         assert not [*out.glob(f".{STEPS[0]}.*")] and not (out / STEPS[0]).exists()
 
 
+@pytest.mark.slow
 def test_a_step_that_changes_while_it_is_read_is_done_later(run: Path, tmp_path: Path) -> None:
     only(run, STEPS[0])
     out, shard = tmp_path / "out", run / STEPS[0] / "__0_0.distcp"
@@ -156,6 +159,7 @@ def test_a_step_of_the_trainer_waits_for_its_state(trainer_steps: Path, tmp_path
     assert told(watch_once(run, "--to", tmp_path / "out")[1]) == [("converted", "checkpoint-2")]
 
 
+@pytest.mark.slow
 def test_a_run_of_which_only_the_final_model_is_left_is_still_followed(
     trainer_steps: Path, tmp_path: Path
 ) -> None:
@@ -200,6 +204,7 @@ def test_a_killed_watch_goes_on_and_does_nothing_twice(run: Path, tmp_path: Path
     assert converted(out) == [*STEPS], "and nothing else is left"
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_written_before_the_kill_is_not_written_again(run: Path, tmp_path: Path) -> None:
     watch_once(run, "--to", tmp_path / "out", *PLAIN)
     before = listing(tmp_path / "out" / STEPS[2])
@@ -212,6 +217,7 @@ def test_a_folder_that_was_written_before_the_kill_is_not_written_again(run: Pat
     assert listing(tmp_path / "out" / STEPS[2]) == before
 
 
+@pytest.mark.slow
 def test_what_a_kill_left_of_a_step_that_is_gone_is_removed(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with watching(tmp_path, run, "--to", out, *PLAIN, *SLOW) as watch:
@@ -222,7 +228,7 @@ def test_what_a_kill_left_of_a_step_that_is_gone_is_removed(run: Path, tmp_path:
     assert converted(out) == [*STEPS[1:]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_it_in_the_middle_of_a_conversion(
     number: signal.Signals, run: Path, tmp_path: Path
 ) -> None:
@@ -235,6 +241,7 @@ def test_a_signal_ends_it_in_the_middle_of_a_conversion(
     assert watch_once(run, "--to", out, *PLAIN)[0] == 0 and converted(out) == [*STEPS]
 
 
+@pytest.mark.slow
 def test_only_one_watch_does_the_same(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with watching(tmp_path, run, "--to", out, *PLAIN) as watch:
@@ -245,6 +252,7 @@ def test_only_one_watch_does_the_same(run: Path, tmp_path: Path) -> None:
     assert watch_once(run, "--to", out, *PLAIN) == (0, [], "")
 
 
+@pytest.mark.slow
 def test_a_folder_is_of_one_run(run: Path, trainer_steps: Path, tmp_path: Path) -> None:
     watch_once(run, "--to", tmp_path / "out", *PLAIN)
     found = reshard("watch", trainer_steps, "--to", tmp_path / "out", "--once", "--json")
@@ -297,6 +305,7 @@ def test_a_command_gets_the_path_and_the_step(run: Path, tmp_path: Path) -> None
     assert watch_once(*words, "--run", f"{script} {{path}} '{{name}} {{x}}' 0") == (0, [], "")
 
 
+@pytest.mark.slow
 def test_what_a_command_prints_is_no_event(run: Path, tmp_path: Path) -> None:
     words = (run, "--to", tmp_path / "out", *PLAIN, "--run", "echo noise {step}")
     done = apart("watch", *words, "--once")
@@ -329,6 +338,7 @@ snapshot_download(name, revision=revision, local_dir=f"{folder}/{revision}")
 """
 
 
+@pytest.mark.slow
 def test_without_folders_a_command_gets_a_run_that_is_served(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("uvicorn")
     (tmp_path / "download.py").write_text(DOWNLOAD)
@@ -374,6 +384,7 @@ def test_what_cannot_work_is_refused_before_the_start(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_what_it_writes_itself_is_no_step(run: Path, tmp_path: Path) -> None:
     assert watch_once(run, "--to", run / "hf", *PLAIN)[0] == 0
     assert watch_once(run, "--to", run / "hf", *PLAIN) == (0, [], "")

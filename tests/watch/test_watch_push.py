@@ -52,6 +52,7 @@ def test_each_step_is_a_branch(
     assert watch_once(*words, **environment) == (0, [], ""), "done is done, without a folder that shows it"
 
 
+@pytest.mark.slow
 def test_a_branch_can_be_downloaded(
     hub: Hub,
     environment: dict[str, str],
@@ -70,6 +71,7 @@ def test_a_branch_can_be_downloaded(
     assert content(tmp_path / "out" / NAMES[1]).items() <= content(tmp_path / "down").items()
 
 
+@pytest.mark.slow
 def test_what_is_on_main_is_not_on_the_branches(
     hub: Hub, environment: dict[str, str], trainer_steps: Path
 ) -> None:
@@ -81,6 +83,7 @@ def test_what_is_on_main_is_not_on_the_branches(
     assert hub.repositories["Org/Model"].files["model.safetensors"] == b"final"
 
 
+@pytest.mark.slow
 def test_a_failed_upload_is_tried_again_and_only_the_upload(
     hub: Hub, environment: dict[str, str], trainer_steps: Path, tmp_path: Path
 ) -> None:
@@ -97,6 +100,7 @@ def test_a_failed_upload_is_tried_again_and_only_the_upload(
         assert watch.end(signal.SIGINT) == 130
 
 
+@pytest.mark.slow
 def test_a_killed_watch_leaves_nothing_after_the_next(
     hub: Hub, environment: dict[str, str], trainer_steps: Path, tmp_path: Path
 ) -> None:

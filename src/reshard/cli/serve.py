@@ -17,6 +17,13 @@ from reshard.cli.usage import Command
 from reshard.commands.names import NAMES
 from reshard.serve.options import ServeOptions
 
+TEXTS = {
+    "listening": "serving at {address} (Ctrl-C ends)\nload with: export HF_ENDPOINT={address}",
+    "planned": "{model} {step}: {size}, nothing read yet",
+    "refused": "{path}",
+    "sent": "{model} {step} {path}: {size} in {seconds:.1f} s",
+}
+
 
 @click.command("serve", cls=Command)
 @click.argument("paths", nargs=-1, required=True, type=SOURCE, metavar="PATH …")
@@ -36,29 +43,19 @@ def command(paths: tuple[Path, ...], *, json_output: bool, options: ServeOptions
       hf download local/my-run --local-dir model
       vllm serve local/my-run --revision iter_0000200
     """
-    from reshard.serve.server import check_paths, listening, serve
+    from reshard.serve.server import address_of, check_paths, listening, serve
 
     check_paths(paths, options)
     listener = listening(options)
     report = (lambda event: click.echo(json.dumps(event))) if json_output else _print_event
-    host, port = listener.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    report({"event": "listening", "address": address})
+    report({"event": "listening", "address": address_of(listener)})
     serve(paths, options, listener, report)
 
 
 def _print_event(event: dict[str, Any]) -> None:
-    kind = event["event"]
-    if kind == "listening":
-        stdout().print(f"serving at {event['address']} (Ctrl-C ends)")
-        stdout().print(f"load with: export HF_ENDPOINT={event['address']}")
-    elif kind == "planned":
-        stdout().print(escape(f"{event['model']} {event['step']}: {size(event['bytes'])}, nothing read yet"))
-        for note in event["notes"]:
-            stdout().print(f"[bold]note:[/] {escape(note)}")
-    elif kind == "refused":
+    told = TEXTS[event["event"]].format_map({**event, "size": size(event.get("bytes", 0))})
+    stdout().print(escape_lines(told))
+    for note in event.get("notes", ()):
+        stdout().print(f"[bold]note:[/] {escape(note)}")
+    if event.get("error"):
         stdout().print(f"[bold red]error:[/] {escape_lines(event['error'])}")
-    else:
-        cut = f", cut off: {event['error']}" if event["error"] else ""
-        what = f"{event['model']} {event['step']} {event['path']}"
-        stdout().print(escape(f"{what}: {size(event['bytes'])} in {event['seconds']:.1f} s{cut}"))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
@@ -25,19 +25,19 @@ from reshard.folders.iterations import iterations_in, name_of
 from reshard.formats import detect
 from reshard.stores import StorePath
 
+# The first part of all names: `my-run` alone, or `runs/my-run`, would be a folder for a client beside it.
 OWNER = "local"
-"""The first part of all names: `my-run` alone, or `runs/my-run`, would be a folder for a client beside it."""
 MAIN = "main"
+# The revision of weights that lie in the folder of a run itself.
 FINAL = "final"
-"""The revision of weights that lie in the folder of a run itself."""
+# Names of folders for the steps of a run, which say nothing of it.
 INNER_FOLDERS = {"checkpoint", "checkpoints", "ckpt", "ckpts", "weights"}
-"""Names of folders for the steps of a run, which say nothing of it."""
+# Seconds for which a listing of folders is used again.
 SEEN_SECONDS = 1.0
-"""Seconds for which a listing of folders is used again."""
+# Seconds after which a step is not being written any more, though the file that is written last is missing.
 SETTLED_SECONDS = 60.0
-"""Seconds after which a step is not being written any more, though no file names the last one."""
+# Steps that are opened to find out whether they are complete.
 MAX_LOOKED_AT = 12
-"""Steps that are opened to find out whether they are complete; the latest come first."""
 
 
 class Step(NamedTuple):
@@ -56,19 +56,6 @@ class NotServedError(Exception):
         self.code = code
 
 
-class StepState(NamedTuple):
-    """What a step is: a checkpoint, or what it lacks to be one."""
-
-    step: Step
-    checkpoint: FoundCheckpoint | None
-    lacks: str = ""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all weights are there, and finite."""
-        return not self.lacks
-
-
 @dataclass(frozen=True)
 class Repository:
     """A checkpoint, or a run with its steps. `name` has no owner."""
@@ -81,41 +68,48 @@ class Repository:
         """Its name for a client of the Hub."""
         return f"{OWNER}/{self.name}"
 
+    @cached_property
     def steps(self) -> tuple[Step, ...]:
         """Its steps, the latest first."""
-        return _steps_in(self.folder, _now())
+        top = self.folder
+        if isinstance(top, StorePath):
+            steps = [Step(name_of(number), path, 0.0) for number, path in iterations_in(top).items()][::-1]
+        else:
+            steps = [Step(FINAL if path == top else path.name, path, when) for when, path in steps_in(top)]
+        return tuple(steps) or (Step(FINAL, top, 0.0),)
 
-    def states(self) -> Iterator[StepState]:
-        """The states of the latest steps, the latest first."""
-        return (_state_of(step, self.folder, _now()) for step in self.steps()[:MAX_LOOKED_AT])
+    @property
+    def latest(self) -> tuple[Step, ...]:
+        """The steps that are opened to find out whether they are complete, the latest first."""
+        return self.steps[:MAX_LOOKED_AT]
+
+    def complete(self) -> Iterator[Step]:
+        """The latest steps that lack nothing."""
+        return (step for step in self.latest if not self.lacks(step))
+
+    def lacks(self, step: Step) -> str:
+        """Why a step cannot be `main`; empty if all weights are there, and finite."""
+        found = _looked_at(step, self.folder, _now())
+        if isinstance(found, str):
+            return found
+        return ", ".join(found.lacks) if found.diverged else ""
 
     def checkpoint(self, step: Step) -> FoundCheckpoint:
         """The checkpoint of a step. Raises NotServedError if it is not complete."""
-        state = _state_of(step, self.folder, _now())
-        if state.checkpoint is None:
-            raise NotServedError(
-                "RevisionNotFound", f"{step.name} of {self.id} is not complete: {state.lacks}"
-            )
-        return state.checkpoint
+        found = _looked_at(step, self.folder, _now())
+        if isinstance(found, str):
+            raise NotServedError("RevisionNotFound", f"{step.name} of {self.id} is not complete: {found}")
+        return found
 
     def at(self, revision: str) -> Step:
         """The step of a revision: its name, its number, or "main", the latest complete one. Raises NotServedError."""
-        if revision == MAIN:
-            return self._latest()
-        steps = self.steps()
-        for step in steps:
-            if revision in (step.name, str(step_of(step.path))):
-                return step
-        names = ", ".join([MAIN, *(step.name for step in steps[:MAX_LOOKED_AT])])
-        raise NotServedError("RevisionNotFound", f"{self.id} has no step {revision!r}; it has {names}")
-
-    def _latest(self) -> Step:
-        states = list(self.states())
-        for state in states:
-            if state.is_complete:
-                return state.step
-        reasons = "; ".join(f"{state.step.name}: {state.lacks}" for state in states)
-        raise NotServedError("RevisionNotFound", f"{self.id} has no complete step: {reasons}")
+        named = (step for step in self.steps if revision in (step.name, str(step_of(step.path))))
+        if step := next(self.complete() if revision == MAIN else named, None):
+            return step
+        steps = "; ".join(f"{step.name}: {self.lacks(step) or 'complete'}" for step in self.latest)
+        raise NotServedError(
+            "RevisionNotFound", f"{self.id} has no {revision!r} that is complete; it has {steps}"
+        )
 
 
 def repositories_below(paths: tuple[Path, ...]) -> dict[str, Repository]:
@@ -149,36 +143,26 @@ def _repositories(paths: tuple[Path, ...], now: int) -> dict[str, Repository]:
     return found
 
 
-@lru_cache(maxsize=1024)
-def _steps_in(folder: Path, now: int) -> tuple[Step, ...]:
-    if isinstance(folder, StorePath):
-        steps = [Step(name_of(number), path, 0.0) for number, path in iterations_in(folder).items()][::-1]
-    else:
-        steps = [Step(FINAL if path == folder else path.name, path, when) for when, path in steps_in(folder)]
-    return tuple(steps) or (Step(FINAL, folder, 0.0),)
-
-
 @lru_cache(maxsize=4096)
-def _state_of(step: Step, folder: Path, now: int) -> StepState:
+def _looked_at(step: Step, folder: Path, now: int) -> FoundCheckpoint | str:
+    """The checkpoint of a step, or why it is none. What is complete stays so until its files change."""
     try:
-        checkpoint = _checkpoint_of(step, folder)
+        return _checkpoint_of(step, folder)
     except NotServedError as error:
-        return StepState(step, None, str(error))
-    return StepState(step, checkpoint, ", ".join(checkpoint.lacks) if checkpoint.diverged else "")
+        return str(error)
 
 
 @lru_cache(maxsize=4096)
 def _checkpoint_of(step: Step, folder: Path) -> FoundCheckpoint:
-    """The checkpoint of a step. What is complete stays so until its files change; what is not raises NotServedError."""
+    is_remote = isinstance(step.path, StorePath)
     is_settled = time.time() - step.when > SETTLED_SECONDS
-    in_store = isinstance(step.path, StorePath)
-    found = [] if in_store else checkpoint_at(step.when, step.path, folder, alone=is_settled)
+    found = [] if is_remote else checkpoint_at(step.when, step.path, folder, alone=is_settled)
     if isinstance(found, FoundCheckpoint) and found.format != OWN_FORMAT:
         return found
-    is_only = step.path == folder and not isinstance(found, FoundCheckpoint)
-    if not found and is_only and (format := detect(folder)):
-        return FoundCheckpoint(folder, None, format, step.when)  # its weights are in a folder below
-    reasons = [*found] if isinstance(found, list) else ["only the script that saved it can read it"]
+    reasons = found if isinstance(found, list) else ["only the script that saved it can read it"]
+    # The weights of a folder that is no step may be in a folder below.
+    if not reasons and (is_remote or step.path == folder) and (format := detect(step.path)):
+        return FoundCheckpoint(step.path, None, format, step.when)
     raise NotServedError("RevisionNotFound", ", ".join(reasons) or "it is no checkpoint that reshard reads")
 
 
@@ -189,13 +173,9 @@ def _runs_below(top: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
         return
     entries: list[Path] = []
     with suppress(OSError):
-        entries = sorted(top.iterdir())
-    folders = [
-        entry
-        for entry in entries
-        if not entry.is_symlink() and not entry.name.startswith(".") and entry.is_dir()
-    ]
-    if any(folder.name.lower() in INNER_FOLDERS and _is_run(folder) for folder in folders):
+        entries = sorted(each for each in top.iterdir() if not each.name.startswith("."))
+    folders = [each for each in entries if each.is_dir() and not each.is_symlink()]
+    if any(each.name.lower() in INNER_FOLDERS and _is_run(each) for each in folders):
         yield top  # its config may be beside the folder of its steps
         return
     for folder in folders if depth else ():
@@ -218,4 +198,4 @@ def _name(run: Path, top: Path) -> str:
     parts = run.relative_to(top).parts or (run.name or run.absolute().name,)
     kept = [part for part in parts if part.lower() not in INNER_FOLDERS] or parts
     name = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(kept))
-    return re.sub(r"\.\.+", ".", name).strip("-.")[:90] or "checkpoint"
+    return re.sub(r"\.\.+", ".", name).strip("-.")[:90].rstrip("-.") or "checkpoint"

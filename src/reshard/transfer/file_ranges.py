@@ -7,16 +7,15 @@ soon as all bytes of a storage were read, and that no cast makes a finite value 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from threading import Lock
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 
 import numpy as np
 
-from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import cells_of
-from reshard.base.errors import ReshardError
+from reshard.base.errors import Problem, raise_all
 from reshard.transfer.batch import Batch, BlockState, batches
 from reshard.transfer.elements import overflow_problem
 from reshard.transfer.gather import Gatherer, crc_problem
@@ -26,51 +25,37 @@ from reshard.transfer.plan import Plan
 from reshard.transfer.shared_windows import Windows
 from reshard.transfer.thread_files import OpenFiles
 
+# Bytes computed at a time, unless the tensor is transposed: whoever takes them slowly holds no more.
 SERVED_WINDOW_BYTES = 2 << 20
-"""Bytes computed at a time, unless the tensor is transposed: whoever takes them slowly holds no more."""
-
+# No element is wider, in bytes.
 MAX_ITEMSIZE = 16
-"""No element is wider, in bytes."""
-
+# Files whose batches are kept.
 FILES_KEPT = 16
-"""Files whose batches are kept."""
 
 
 class FileRanges:
     """The files of a plan, read in ranges by several threads at once. `share` is the memory of each of them."""
 
     def __init__(self, plan: Plan, share: ThreadShare) -> None:
-        self._files = {file.path: file for file in plan.files}
-        self._sources, self.share = plan.sources, share
-        self._ledger = Ledger(most=share.ranges)
+        self.sources, self.share, self.ledger = plan.sources, share, Ledger(most=share.ranges)
         self._windows = Windows(share.windows) if share.windows else None
-        self._batches: OrderedDict[str, list[Batch]] = OrderedDict()
+        files = {file.path: file for file in plan.files}
+        self._batches = lru_cache(FILES_KEPT)(lambda path: list(batches(files[path])))
         self._idle: deque[tuple[OpenFiles, Gatherer]] = deque()
-        self._lock = Lock()
-        self._is_closed = False
 
     def parts(self, path: str, begin: int, end: int) -> list[RangePart]:
         """Bytes `begin` to `end` of a file, as consecutive parts."""
         return [
             RangePart(self, batch, max(begin, batch.begin), min(end, batch.end))
-            for batch in self._batches_of(path)
+            for batch in self._batches(path)
             if batch.begin < end and batch.end > begin
         ]
 
     def close(self) -> None:
-        """Close all files, those that a thread is reading when it has read."""
-        self._is_closed = True
-        while self._idle:
-            self._idle.pop()[0].close()
-
-    def _batches_of(self, path: str) -> list[Batch]:
-        with self._lock:
-            if path not in self._batches:
-                self._batches[path] = list(batches(self._files[path]))
-            self._batches.move_to_end(path)
-            while len(self._batches) > FILES_KEPT:
-                self._batches.popitem(last=False)
-            return self._batches[path]
+        """Close the files that no thread is reading. They are opened again when they are needed."""
+        with suppress(IndexError):
+            while True:
+                self._idle.pop()[0].close()
 
     @contextmanager
     def reader(self) -> Iterator[tuple[OpenFiles, Gatherer]]:
@@ -78,26 +63,14 @@ class FileRanges:
         try:
             files, gatherer = self._idle.pop()
         except IndexError:
-            files = OpenFiles(opener=self._sources.reopened)
-            gatherer = Gatherer(files, self._ledger, self.share.gathering, self._windows)
+            files = OpenFiles(opener=self.sources.reopened)
+            gatherer = Gatherer(files, self.ledger, self.share.gathering, self._windows)
         try:
             yield files, gatherer
         finally:
             gatherer.take_passed()  # the ledger has these ranges, and no journal needs them
             gatherer.take_lost()
             self._idle.append((files, gatherer))
-            if self._is_closed:
-                self.close()
-
-    def check_unchanged(self, files: OpenFiles) -> None:
-        """Raise ReshardError if an open file has changed since the plan was made."""
-        for path, file in files.opened.items():
-            self._sources.check_unchanged(path, file)
-
-    def check_sums(self, names: Mapping[Storage, str]) -> None:
-        """Raise ReshardError for storages that were read completely, and do not have the recorded CRC32."""
-        if wrong := [storage for storage in names if self._ledger.is_wrong(storage)]:
-            raise ReshardError([crc_problem(storage, names[storage]) for storage in wrong])
 
 
 class RangePart:
@@ -129,18 +102,17 @@ class RangePart:
         with self._ranges.reader() as (files, gatherer):
             before = files.read_bytes
             self._batch.fill(raw, window.start, self._streams, gatherer)
-            self._ranges.check_unchanged(files)
+            for path, file in files.opened.items():
+                self._ranges.sources.check_unchanged(path, file)
             read = files.read_bytes - before
-        self._check(is_last=window.stop >= self._end)
+        raise_all(overflow_problem(each.block.name, each.overflow) for each in self._streams if each.overflow)
+        if window.stop >= self._end:
+            raise_all(self._wrong_sums())
         return raw.data[max(self._begin - window.start, 0) : self._end - window.start], read
 
-    def _check(self, *, is_last: bool) -> None:
-        """Raise ReshardError for values that were lost, and at the end for wrong checksums."""
-        streams = self._streams
-        lost = [overflow_problem(each.block.name, each.overflow) for each in streams if each.overflow]
-        if lost:
-            raise ReshardError(lost)
-        if is_last:
-            self._ranges.check_sums(
-                {cells.storage: each.block.name for each in streams for cells in cells_of(each.view)}
-            )
+    def _wrong_sums(self) -> Iterator[Problem]:
+        """Storages that were read completely, and do not have the recorded CRC32."""
+        names = {cells.storage: each.block.name for each in self._streams for cells in cells_of(each.view)}
+        for storage, name in names.items():
+            if self._ranges.ledger.is_wrong(storage):
+                yield crc_problem(storage, name)

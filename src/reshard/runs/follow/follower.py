@@ -12,18 +12,23 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from hashlib import sha256
+from multiprocessing import get_context
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 from reshard.base.errors import ReshardError, listed, reading_values
 from reshard.base.exceptions_to_problems import failed_to_print, problems_of
+from reshard.base.options import part_of
 from reshard.base.plain_json import json_of, put
-from reshard.base.start_environment import set_for_this_process
+from reshard.base.start_environment import set_for_this_process, start_environment
 from reshard.commands.conversion import convert
 from reshard.commands.options import RunOptions
 from reshard.final.saved_checkpoints import TRAINER_STATE, FoundCheckpoint, step_of
@@ -31,24 +36,24 @@ from reshard.folders.companion_names import RECORD
 from reshard.hub import push
 from reshard.records.checkpoint_files import foreign_in
 from reshard.runs.follow.options import WatchOptions
-from reshard.runs.follow.programs import run_program, served
-from reshard.runs.follow.rate_limit import rate_limit
-from reshard.serve.repositories import NotServedError, Repository, Step, repositories_below
+from reshard.runs.guard.supervise.child_processes import end_with_parent
+from reshard.serve.options import ServeOptions, ShownOptions
+from reshard.serve.repositories import SETTLED_SECONDS, NotServedError, Repository, Step, repositories_below
 from reshard.transfer.leftovers import remove_unfinished
 from reshard.transfer.run_files import locked
 
+# What Linux counts of this process.
+IO = Path("/proc/self/io")
 # With this, after a dot, begin the record, the lock, and a folder that is being removed.
 NAME = "reshard-watch"
-# The age of a step of the Trainer from which on the file that it writes last is not waited for.
-SETTLED_SECONDS = 60.0
+# What a command prints goes there: stdout has the events.
+STDERR = 2
 # The looks after which a step that failed is tried again.
 PAUSE = 10
 PLACEHOLDER = re.compile(r"\{(path|step|name|revision)\}")
 CONVERTED, FAILED = "converted", "failed"
 
 Facts = dict[str, Any]
-Done = tuple[str, Facts]
-"""An event, and what it tells."""
 
 
 def follow(
@@ -60,7 +65,7 @@ def follow(
     is the command that goes on with a conversion which is interrupted.
     """
     options.check(run)
-    _repository(run, options.folder)
+    _steps_of(run, options.folder)
     if options.push_to_hub:
         set_for_this_process("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would fill a log
         push.opened(push.Push(options.push_to_hub))
@@ -78,19 +83,21 @@ def follow(
     return fine
 
 
-def _repository(run: Path, besides: Path | None) -> Repository:
-    """The run in a folder, which may have no steps yet, without what is written to `besides`."""
-    found = repositories_below((run,)).values()
-    runs = [each for each in found if besides is None or each.folder.resolve() != besides.resolve()]
+def _steps_of(run: Path, besides: Path | None) -> list[Step]:
+    """The steps of a run, the oldest first, without what is written to `besides`. Raises ReshardError."""
+    own = besides.resolve() if besides else None
+    found = [each for each in Repository("", run).steps if own not in each.path.resolve().parents]
+    steps = [each for each in found if each.path != run]
+    runs = sorted({str(each.path.parent) for each in steps})
     if len(runs) > 1:
         raise ReshardError(
             "run-holds-several",
             "the folder holds several runs",
             file=str(run),
-            found=listed([str(each.folder) for each in runs], 5),
-            remedy=f"watch one of them: {runs[0].folder}",
+            found=listed(runs, 5),
+            remedy=f"watch one of them: {runs[0]}",
         )
-    return runs[0] if runs else Repository("", run)
+    return sorted(steps, key=lambda step: (_number(step.name), step.when))
 
 
 def _recorded(file: Path, run: str) -> dict[str, list[str]]:
@@ -125,7 +132,7 @@ class _Follower:
         self._tell, self._stop, self._typed = tell, stop, typed
         self._state = folder / f".{NAME}.json"
         self._done = _recorded(self._state, str(run.resolve()))
-        actions: dict[str, tuple[object, Callable[[Step, FoundCheckpoint], Done]]] = {
+        actions: dict[str, tuple[object, Callable[[Step, FoundCheckpoint], tuple[str, Facts]]]] = {
             CONVERTED: (options.folder, self._convert),
             f"pushed to {options.push_to_hub}": (options.push_to_hub, self._push),
             f"ran {shlex.join(options.program)}": (options.program, self._execute),
@@ -136,28 +143,23 @@ class _Follower:
 
     def look(self) -> bool:
         """Do what is left for the steps that are there now; whether nothing failed."""
-        self._repository = _repository(self._run, self._options.folder)
-        own = self._folder.resolve()
-        steps = [each for each in self._repository.steps() if own not in each.path.resolve().parents]
-        steps = [step for step in steps if step.path != self._repository.folder]
+        steps = _steps_of(self._run, self._folder)
         begun = {each.name[1:].rpartition(".partial-")[0] for each in self._folder.glob(".*.partial-*")}
         for name in begun.difference(step.name for step in steps):  # a watch was killed, and the step deleted
             with suppress(ReshardError):
                 remove_unfinished(self._folder / name, 0)
-        steps.sort(key=lambda step: (_number(step.name), step.when))
         if [*self._actions] == [CONVERTED]:  # others would be removed at once
             steps = steps[-(self._options.keep or 0) :]
         return False not in [self._take(step) for step in steps]
 
     def _take(self, step: Step) -> bool:
-        """Do what is left for a step; whether nothing failed."""
         left = [each for each in self._actions if each not in self._done.get(step.name, [])]
         if not left or self._later.get(step.name, 0.0) > time.monotonic():
             return True
         if CONVERTED in self._actions and not (self._folder / step.name).exists():  # --keep removed it
             left = list(dict.fromkeys([CONVERTED, *left]))
         try:
-            found = self._repository.checkpoint(step)
+            found = Repository(self._run.name, self._run).checkpoint(step)
             if TRAINER_STATE in found.lacks and time.time() - step.when < SETTLED_SECONDS:
                 return self._skip(step, f"{TRAINER_STATE} is missing, which is written last")
             self._say(step, "found", path=str(step.path), format=found.format)
@@ -168,7 +170,6 @@ class _Follower:
         return fine
 
     def _act(self, step: Step, found: FoundCheckpoint, name: str) -> bool:
-        """Do one thing with a step, record it and tell it; whether it succeeded."""
         event, facts = self._actions[name](step, found)
         if event == FAILED:
             self._later[step.name] = math.inf
@@ -178,13 +179,13 @@ class _Follower:
         self._say(step, event, **facts)
         return event != FAILED
 
-    def _convert(self, step: Step, found: FoundCheckpoint) -> Done:
+    def _convert(self, step: Step, found: FoundCheckpoint) -> tuple[str, Facts]:
         target = self._folder / step.name
         is_there = (target / RECORD).is_file()  # a watch was killed before it could record that
         facts = {"bytes": 0} if is_there else self._converted(step, found)
         return CONVERTED, {"path": str(target), **facts}
 
-    def _push(self, step: Step, found: FoundCheckpoint) -> Done:
+    def _push(self, step: Step, found: FoundCheckpoint) -> tuple[str, Facts]:
         repository, private = self._options.push_to_hub, self._options.private
         facts = self._converted(step, found, push_to_hub=repository, private=private, branch=step.name)
         if not self._options.folder:
@@ -193,7 +194,7 @@ class _Follower:
 
     def _converted(self, step: Step, found: FoundCheckpoint, **to: Any) -> Facts:
         """Convert a step, or upload it `to` a repository: what is converted already is only uploaded then."""
-        options = self._options.conversion_of(found, self._repository.folder)
+        options = self._options.conversion_of(found, self._run)
         if self._options.limit_rate:
             to["on_bytes"] = rate_limit(self._options.limit_rate, self._stop)
         how = RunOptions(memory=self._options.memory, command=self._typed, **to)
@@ -205,17 +206,18 @@ class _Follower:
             **({"url": result.uploaded} if result.uploaded else {}),
         }
 
-    def _execute(self, step: Step, found: FoundCheckpoint) -> Done:
+    def _execute(self, step: Step, found: FoundCheckpoint) -> tuple[str, Facts]:
         target: tuple[str, dict[str, str]] = (str((self._folder / step.name).resolve()), {})
-        shown = nullcontext(target) if self._options.folder else served(self._repository, self._options)
+        shown = nullcontext(target) if self._options.folder else served(self._run, step, self._options)
         with shown as (path, variables):
-            values = {"path": path, "step": _step(step), "name": step.name, "revision": step.name}
-            words = [PLACEHOLDER.sub(lambda of: str(values[of[1]]), word) for word in self._options.program]
+            number = str(step_of(step.path) or 0)
+            values = {"path": path, "step": number, "name": step.name, "revision": step.name}
+            words = [PLACEHOLDER.sub(lambda of: values[of[1]], word) for word in self._options.program]
             status = run_program(words, variables)
         return FAILED if status else "ran", {"command": words, "status": status}
 
     def _say(self, step: Step, event: str, **facts: Any) -> None:
-        self._tell({"event": event, "step": _step(step), "name": step.name, **facts})
+        self._tell({"event": event, "step": step_of(step.path) or 0, "name": step.name, **facts})
 
     def _skip(self, step: Step, reason: str) -> bool:
         """Tell once why a step is not done now. That is no failure."""
@@ -244,9 +246,10 @@ class _Follower:
         made = [each for each in self._folder.iterdir() if each.name in self._done and not each.is_symlink()]
         ours = [each for each in made if (each / RECORD).is_file() and not foreign_in(each)]
         ours.sort(key=lambda each: _number(each.name))
+        aside = self._folder / f".{NAME}-removed"  # nobody opens a part of it
         for each in ours[: -self._options.keep] if self._options.keep else ():
-            removed = each.rename(self._folder / f".{NAME}-removed")  # nobody opens a part of it
-            shutil.rmtree(removed, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)  # what a kill left
+            shutil.rmtree(each.rename(aside), ignore_errors=True)
             self._say(Step(each.name, each, 0.0), "removed", path=str(each))
 
 
@@ -254,5 +257,80 @@ def _number(name: str) -> list[int]:
     return [int(each) for each in re.findall(r"\d+", name)]
 
 
-def _step(step: Step) -> int:
-    return step_of(step.path) or 0
+def moved_bytes() -> int:
+    """The bytes that this process has read and written; 0 if the system does not count them."""
+    return sum(map(int, re.findall(r"[rw]char: (\d+)", IO.read_text()))) if IO.exists() else 0
+
+
+def rate_limit(
+    rate: int,
+    stop: Event,
+    clock: Callable[[], float] = time.monotonic,
+    moved: Callable[[], int] = moved_bytes,
+) -> Callable[[int], None]:
+    """A callback for the bytes of each window that a conversion wrote: its threads sleep until the limit is kept.
+
+    Where nothing is counted, as many were read. `rate` is in bytes per second. `stop` ends the sleeping.
+    """
+    begin, before, lock, written = clock(), moved(), Lock(), 0
+
+    def wait(nbytes: int) -> None:
+        nonlocal written
+        with lock:  # all threads sleep
+            written += nbytes
+            done = max(moved() - before, 2 * written)
+            stop.wait(max(0.0, done / rate - (clock() - begin)))
+
+    return wait
+
+
+def run_program(words: Sequence[str], variables: Mapping[str, str]) -> int:
+    """The exit status of a command, negative if a signal ended it. Raises OSError if it cannot be started.
+
+    What it has started is ended with it if this is interrupted.
+    """
+    with subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=STDERR,
+        env={**start_environment(), **variables},
+        start_new_session=True,
+        preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),
+    ) as program:
+        try:
+            return program.wait()
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGTERM)
+            raise
+
+
+@contextmanager
+def served(run: Path, step: Step, options: ShownOptions) -> Iterator[tuple[str, dict[str, str]]]:
+    """The name of a run that another process serves, and the variables to find it. Raises ReshardError."""
+    from reshard.serve.server import address_of, listening
+
+    shown = ServeOptions(**vars(part_of(ShownOptions, options)), port=0)
+    listener = listening(shown)
+    server = get_context("spawn").Process(
+        target=_serve, args=(run, shown, listener, os.getpid()), daemon=True
+    )
+    try:
+        server.start()
+        found = repositories_below((run,)).values()
+        yield (
+            next(each.id for each in found if each.folder in step.path.parents),
+            {"HF_ENDPOINT": address_of(listener)},
+        )
+    finally:
+        listener.close()
+        server.kill()
+        server.join()
+
+
+def _serve(run: Path, options: ServeOptions, listener: Any, parent: int) -> None:
+    from reshard.serve.server import TOKEN_VARIABLE, serve
+
+    end_with_parent(signal.SIGKILL, parent)
+    os.environ.pop(TOKEN_VARIABLE, None)  # only commands of this watch know the port
+    serve([run], options, listener, lambda event: None)

@@ -63,48 +63,60 @@ class WatchOptions(PushOptions, MemoryOption, ShownOptions, Actions):
         self.check_push()
         for base in self.base_paths:
             read_base(base, Sources())
-        raise_all(self._problems(run))
+        raise_all(problem for is_wrong, problem in self._checks(run) if is_wrong)
 
-    def _problems(self, run: Path) -> Iterator[Problem]:
-        if not run.is_dir():
-            yield Problem(
+    def _checks(self, run: Path) -> Iterator[tuple[object, Problem]]:
+        """What would be wrong, after whether it is."""
+        yield (
+            not run.is_dir(),
+            Problem(
                 "run-not-found",
                 "there is no such folder",
                 file=str(run),
                 remedy=f"correct the path; if the run has not begun: mkdir -p {run}",
-            )
-        elif [place for _, place in steps_in(run)] == [run]:
-            yield Problem(
+            ),
+        )
+        yield (
+            [place for _, place in steps_in(run)] == [run],
+            Problem(
                 "run-is-a-checkpoint",
                 "this is one checkpoint, not a run with several",
                 file=str(run),
                 expected="a folder with a checkpoint of each step in it",
                 remedy=f"convert it: reshard convert {run} OUT; or watch the folder above it",
-            )
-        if self.folder and self.folder.resolve() in (run.resolve(), *run.resolve().parents):
-            yield Problem(
+            ),
+        )
+        yield (
+            self.folder and self.folder.resolve() in (run.resolve(), *run.resolve().parents),
+            Problem(
                 "watch-into-run",
                 "the steps of the run are in the folder of --to",
                 file=str(run),
                 rule="what is in this folder is taken for an output",
                 remedy="choose another folder with --to, for example one beside the run",
-            )
-        if not (self.folder or self.push_to_hub or self.program):
-            yield Problem(
+            ),
+        )
+        yield (
+            not (self.folder or self.push_to_hub or self.program),
+            Problem(
                 "watch-without-action",
                 "nothing is to be done with the steps",
                 expected="--to DIR, --push-to-hub Org/Name or --run COMMAND",
                 remedy="add --to DIR, for a folder of each step",
-            )
-        if self.keep and not self.folder:
-            yield Problem(
-                "keep-without-folder", "--keep is for --to", remedy="add --to DIR, or leave out --keep"
-            )
-        if self.program and "{" not in self.program[0] and not which(self.program[0]):
-            yield Problem(
+            ),
+        )
+        yield (
+            self.keep and not self.folder,
+            Problem("keep-without-folder", "--keep is for --to", remedy="add --to DIR, or leave out --keep"),
+        )
+        program = " ".join(self.program[:1])
+        yield (
+            program and "{" not in program and not which(program),
+            Problem(
                 "run-command-not-found",
                 "there is no such program",
-                file=self.program[0],
+                file=program,
                 rule="--run starts a program, without a shell",
                 remedy="correct its path, or make it executable; for a line of a shell: --run \"sh -c '…'\"",
-            )
+            ),
+        )
