@@ -36,7 +36,7 @@ NOT_HERE = {
         path-not-found
         push-needs-local-folder repository-name-malformed repository-not-empty store-not-writable
         upload-changed-before""",
-    "a server, which does not end: tests/serve starts it as the remedy says": "address-not-usable",
+    "a server, which does not end: tests/serve starts one": "address-not-usable orbax-not-served",
     "the memory, the disk or a bug": "disk-too-small out-of-memory unexpected-error value-of-wrong-kind",
     "a terabyte": "vocabulary-padded-too-far",
 }

@@ -106,10 +106,10 @@ class Repository:
         named = (step for step in self.steps if revision in (step.name, str(step_of(step.path))))
         if step := next(self.complete() if revision == MAIN else named, None):
             return step
-        steps = "; ".join(f"{step.name}: {self.lacks(step) or 'complete'}" for step in self.latest)
-        raise NotServedError(
-            "RevisionNotFound", f"{self.id} has no {revision!r} that is complete; it has {steps}"
-        )
+        told = [MAIN, *(step.name for step in self.latest)]
+        if revision == MAIN:
+            told = [f"{step.name}: {self.lacks(step)}" for step in self.latest]
+        raise NotServedError("RevisionNotFound", f"{self.id} has no {revision!r}; it has {', '.join(told)}")
 
 
 def repositories_below(paths: tuple[Path, ...]) -> dict[str, Repository]:
