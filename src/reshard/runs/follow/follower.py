@@ -315,8 +315,8 @@ def served(run: Path, step: Step, options: ShownOptions) -> Iterator[tuple[str, 
     server = get_context("spawn").Process(
         target=_serve, args=(run, shown, listener, os.getpid()), daemon=True
     )
+    server.start()
     try:
-        server.start()
         found = repositories_below((run,)).values()
         yield (
             next(each.id for each in found if each.folder in step.path.parents),
