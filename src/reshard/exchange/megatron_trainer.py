@@ -136,7 +136,7 @@ def _sized(model: Path) -> Model:
             "the family of the model is not declared",
             file=str(model / "config.json"),
             found=str(config.get("model_type")),
-            remedy="choose a model that reshard support lists",
+            remedy="choose a model of a declared family: docs/families.md lists them",
         )
     text = family.config.text(config)
     args = family.config.to_args(text)
