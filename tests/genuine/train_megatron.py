@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ class _Recipe:
     seed: int
     iteration: int
     save: tuple[SaveOptions, ...]
+    observe: Callable[[list[Any], int], object] | None
 
     @property
     def is_layer_wise(self) -> bool:
@@ -80,6 +81,7 @@ def train_and_save(
     seed: int = 1234,
     iteration: int | None = None,
     save: SaveOptions | tuple[SaveOptions, ...] = SaveOptions(),  # noqa: B008 (frozen)
+    observe: Callable[[list[Any], int], object] | None = None,
 ) -> TrainingRun:
     """Train for `steps` on `tokens` [sequences, length + 1] and write `out/iter_*` with its tracker file.
 
@@ -90,8 +92,9 @@ def train_and_save(
     several times, each into a subfolder of `out` that is named after its format. With `steps=0` nothing is trained,
     and without `resume` there is no optimizer to save. Buffers of gradients have buckets of about `bucket_size`
     elements, if that is given. Without `gradients`, these are random, and nothing is computed: for modules that do not
-    run on a CPU. With `held`, the states of the distributed optimizer are also saved one by one, in `out/held`. Raises
-    RankError, with the cause, if a rank fails.
+    run on a CPU. With `held`, the states of the distributed optimizer are also saved one by one, in `out/held`.
+    `observe` is called on each rank with the wrapped chunks and the number of steps, before the first step and after
+    each. Raises RankError, with the cause, if a rank fails.
     """
     layout = layout or Layout()
     if not vars(complete(args)).get("num_experts"):
@@ -120,6 +123,7 @@ def train_and_save(
         seed=seed,
         iteration=steps if iteration is None else iteration,
         save=save if isinstance(save, tuple) else (save,),
+        observe=observe,
     )
     return run_ranks(layout.world_size, _train_rank, recipe)[-1]
 
@@ -140,7 +144,11 @@ def _train_rank(recipe: _Recipe) -> TrainingRun:
         if recipe.initial is not None and recipe.resume:
             load_run(chunks, recipe.initial, optimizer, scheduler)
         batches = _batches(recipe)
-        losses = [_step(wrapped, optimizer, batches, recipe) for _ in range(recipe.steps)]
+        observe = recipe.observe or (lambda chunks, step: None)
+        observe(wrapped, 0)
+        for step in range(recipe.steps):
+            losses.append(_step(wrapped, optimizer, batches, recipe))
+            observe(wrapped, step + 1)
     elif recipe.bf16:
         _wrap_precision(chunks)
     folder = recipe.out

@@ -35,8 +35,8 @@ def load_chunks(chunks: Sequence[torch.nn.Module], weights: Weights, *, verify: 
     The layout is that of the process groups that Megatron-Core has initialized. `verify` compares tensors that are
     stored more than once, and the CRC32s that the files record.
     """
-    _require_groups()
-    inner = [_inner_model(chunk) for chunk in chunks]
+    require_groups()
+    inner = [inner_model(chunk) for chunk in chunks]
     resolved = weights.plan.source
     model, logical = resolved.declared, logical_tensors(resolved)
     if model.family.computed_by != MCORE:
@@ -49,7 +49,7 @@ def load_chunks(chunks: Sequence[torch.nn.Module], weights: Weights, *, verify: 
         )
     live = [live_tensors(chunk) for chunk in inner]
     uses_te = any(name.endswith(".layer_norm_weight") for tensors in live for name in tensors)
-    layout = _layout(len(chunks), has_experts=model.dims.experts > 0).over(model.dims.layers)
+    layout = layout_of_groups(len(chunks), has_experts=model.dims.experts > 0).over(model.dims.layers)
     padded = model.padded(_rows(live, layout) or model.dims.padded_vocab)
     states = rank_states(padded, logical, layout, transformer_engine=uses_te)
     shards = shards_of_this_rank(states, len(chunks))
@@ -74,7 +74,7 @@ def load_chunks(chunks: Sequence[torch.nn.Module], weights: Weights, *, verify: 
     return LoadedTensors(len(pairs), nbytes, nbytes)
 
 
-def _require_groups() -> None:
+def require_groups() -> None:
     """Raise ReshardError if Megatron-Core does not know which part of the model this rank has."""
     from megatron.core import parallel_state as ps
 
@@ -87,7 +87,7 @@ def _require_groups() -> None:
         )
 
 
-def _layout(chunks: int, *, has_experts: bool) -> Layout:
+def layout_of_groups(chunks: int, *, has_experts: bool) -> Layout:
     """The layout of Megatron-Core's process groups; it makes expert groups even without experts."""
     from megatron.core import parallel_state as ps
 
@@ -100,7 +100,7 @@ def _layout(chunks: int, *, has_experts: bool) -> Layout:
     )
 
 
-def _inner_model(module: Any) -> Any:
+def inner_model(module: Any) -> Any:
     """The model inside of Megatron's wrappers, each of which has it as `module`."""
     while is_chunk(module) and hasattr(module, "module"):
         module = module.module
