@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError
 from reshard.commands.weights import Weights
-from reshard.families.family import ENGINE_TITLES, MCORE
+from reshard.families.family import ENGINE_TITLES, MCORE, Family
 from reshard.formats.megatron.rank_states import RankStates
 from reshard.live.megatron_shards import differences, fill, live_tensors, rank_states, shards_of_this_rank
 from reshard.live.torch_modules import LoadedTensors, telling_what_changed
@@ -39,14 +39,7 @@ def load_chunks(chunks: Sequence[torch.nn.Module], weights: Weights, *, verify: 
     inner = [inner_model(chunk) for chunk in chunks]
     resolved = weights.plan.source
     model, logical = resolved.declared, logical_tensors(resolved)
-    if model.family.computed_by != MCORE:
-        raise ReshardError(
-            "live-megatron-lacks-family",
-            f"megatron-core's GPTModel does not compute the family {model.family.name}",
-            file=str(weights.checkpoint.path),
-            rule=f"the engine of this family is {ENGINE_TITLES[model.family.computed_by]}",
-            remedy="convert the weights for that engine: reshard convert --to megatron",
-        )
+    require_core(model.family, str(weights.checkpoint.path))
     live = [live_tensors(chunk) for chunk in inner]
     uses_te = any(name.endswith(".layer_norm_weight") for tensors in live for name in tensors)
     layout = layout_of_groups(len(chunks), has_experts=model.dims.experts > 0).over(model.dims.layers)
@@ -84,6 +77,18 @@ def require_groups() -> None:
             "Megatron-Core's process groups are not initialized",
             rule="they say which part of the model this rank has",
             remedy="call megatron.core.parallel_state.initialize_model_parallel first",
+        )
+
+
+def require_core(family: Family, file: str) -> None:
+    """Raise ReshardError if it is not Megatron-Core itself that computes a family."""
+    if family.computed_by != MCORE:
+        raise ReshardError(
+            "live-megatron-lacks-family",
+            f"megatron-core's GPTModel does not compute the family {family.name}",
+            file=file,
+            rule=f"the engine of this family is {ENGINE_TITLES[family.computed_by]}",
+            remedy="convert a checkpoint of that engine instead: reshard convert",
         )
 
 

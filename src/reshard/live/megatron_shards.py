@@ -48,13 +48,19 @@ def shards_of_this_rank(states: RankStates, chunks: int) -> list[dict[str, Shard
     """The shards of each chunk. Megatron makes expert groups even without experts; the layout then has size 1."""
     from megatron.core import parallel_state as ps
 
-    rank = MegatronRank(
+    etp = ps.get_expert_tensor_parallel_rank() % states.layout.etp
+    return [states.state(this_rank(), chunk, etp) for chunk in range(chunks)]
+
+
+def this_rank() -> MegatronRank:
+    """The coordinates of this rank in Megatron-Core's process groups."""
+    from megatron.core import parallel_state as ps
+
+    return MegatronRank(
         ps.get_tensor_model_parallel_rank(),
         ps.get_pipeline_model_parallel_rank(),
         ps.get_expert_model_parallel_rank(),
     )
-    etp = ps.get_expert_tensor_parallel_rank() % states.layout.etp
-    return [states.state(rank, chunk, etp) for chunk in range(chunks)]
 
 
 def live_tensors(chunk: Any) -> dict[str, Any]:

@@ -1,44 +1,36 @@
 """`reshard.weight_source`: the weights of a running Megatron-Core trainer as complete tensors of the Hub.
 
-The trainer is a checkpoint whose storages are the parameters of its ranks (`exchange/megatron_trainer.py`). A round of
-the source moves each element once: the rank that was chosen for it broadcasts it, and all ranks place it. Names,
-order and methods are those of vLLM's `WeightSource` (`vllm/distributed/weight_transfer/base.py`, 0.32).
+The trainer is a checkpoint whose storages are the parameters of its ranks, and what is moved is planned as for an
+engine of one rank that holds the Hub's tensors (`exchange/`); each element is broadcast once, by the rank that the plan
+chose. Names, order and methods are those of vLLM's `WeightSource` (`vllm/distributed/weight_transfer/base.py`, 0.32).
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.layout import Layout
 from reshard.algebra.storage import Storage, StoredTensor
-from reshard.algebra.tensors import Cells
-from reshard.algebra.views import Piece, View, covered, row_major
+from reshard.algebra.views import Axis, View, row_major
 from reshard.base.arguments import Arguments
 from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.values import LOCAL_PATH, StrPath, size
+from reshard.exchange.engine_recording import EngineRecording, RecordedParameter
 from reshard.exchange.megatron_trainer import Trainer, _sized, storage_name, trainer_of
-from reshard.families.family import ENGINE_TITLES, MCORE
-from reshard.formats.megatron.rank_files import JoiningFacts, stage_ranks
+from reshard.exchange.transfer_plan import Transfer, plan_transfer
+from reshard.formats.megatron.rank_files import JoiningFacts
 from reshard.formats.megatron.rank_states import MegatronRank
-from reshard.formats.stepped_tensor import SteppedTensor
-from reshard.live.megatron_chunks import inner_model, is_chunk, layout_of_groups, require_groups
-from reshard.live.megatron_shards import live_tensors
+from reshard.live.megatron_chunks import inner_model, is_chunk, layout_of_groups, require_core, require_groups
+from reshard.live.megatron_shards import live_tensors, this_rank
 from reshard.transfer.plan import Planned
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
-
-ATTENTION = ("num_attention_heads", "num_query_groups", "rotary_interleaved")
-"""What says which rows of a projection belong to which head: shapes do not tell it."""
 
 
 class ParamMeta(NamedTuple):
@@ -49,29 +41,16 @@ class ParamMeta(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _Part(NamedTuple):
-    """Elements of a tensor that one rank sends: `piece` counts from the first of `storage`, and in the tensor.
+class _Description(NamedTuple):
+    """What a rank tells the others: its part of the model, and what must be the same on all of them.
 
-    `plus` is added to each.
+    `state` has its tensors by chunk and key; `arguments` are the model's and the caller's.
     """
 
-    sender: int
-    storage: Storage
-    dtype: DType
-    piece: Piece
-    plus: float
-
-
-class _Description(NamedTuple):
-    """What a rank tells all others: the part of the model that it has, and what must be the same on all of them."""
-
     rank: MegatronRank
-    etp: int
-    state: dict[str, dict[str, StoredTensor]]
+    state: Mapping[str, Mapping[str, StoredTensor]]
     layout: Layout
-    args: Mapping[str, Any]
-    config: Mapping[str, Any]
-    bucket: int
+    arguments: Mapping[str, Any]
 
 
 class WeightSource:
@@ -84,21 +63,22 @@ class WeightSource:
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
-        tensors: Sequence[Planned],
-        parts: Mapping[str, Sequence[_Part]],
+        tensors: Mapping[str, Planned],
+        transfers: Sequence[Transfer],
         bucket: int,
     ) -> None:
-        import torch
-
-        self._chunks, self._parts, self._bucket = chunks, parts, bucket
-        self._metadata = {
-            each.name: ParamMeta(each.name, getattr(torch, each.dtype.name), each.shape) for each in tensors
-        }
-        self._groups = layerwise([each.name for each in tensors])
+        self._groups = layerwise(tensors)
+        self._tensors = [tensors[name] for group in self._groups for name in group]
+        self._transfers = defaultdict[str, list[Transfer]](list)
+        for transfer in transfers:
+            self._transfers[transfer.parameter].append(transfer)
+        self._chunks, self._bucket, self._state = chunks, bucket, _state(chunks)[0]
 
     def metadata(self) -> list[ParamMeta]:
         """The tensors in the order of a round; nothing is moved."""
-        return [self._metadata[name] for group in self._groups for name in group]
+        import torch
+
+        return [ParamMeta(each.name, getattr(torch, each.dtype.name), each.shape) for each in self._tensors]
 
     def held_names(self) -> None:
         """None: every rank gets all tensors."""
@@ -114,86 +94,72 @@ class WeightSource:
             yield group, [next(tensors)[1] for _ in group]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        held = {stored.storage: tensor for _, _, stored, tensor in _held(self._chunks)}
+        state, held = _state(self._chunks)
+        _require("as when the source was made", _on_all_ranks(lambda: state == self._state))
         for bucket in self._buckets():
-            tensors = self._gathered(bucket, held)
-            for meta in bucket:
-                yield meta.name, tensors.pop(meta.name)
+            tensors = _gathered(bucket, [each for name in bucket for each in self._transfers[name]], held)
+            for name in bucket:
+                yield name, tensors.pop(name)
 
-    def sent(self) -> Counter[int]:
-        """Bytes that each rank broadcasts in a round."""
-        total: Counter[int] = Counter()
-        for part in (part for parts in self._parts.values() for part in parts):
-            total[part.sender] += part.piece.numel * part.dtype.itemsize
-        return total
-
-    def digest(self) -> str:
-        """A digest of what is sent where: equal on all ranks, or they would wait for each other."""
-        return hashlib.sha256(repr((self._groups, self._bucket, self._parts)).encode()).hexdigest()
-
-    def _buckets(self) -> Iterator[list[ParamMeta]]:
+    def _buckets(self) -> Iterator[dict[str, Planned]]:
         """Tensors that are gathered together. One that is larger than a bucket is alone."""
-        bucket: list[ParamMeta] = []
-        filled = 0
-        for meta in self.metadata():
-            nbytes = prod(meta.shape) * meta.dtype.itemsize
-            if bucket and filled + nbytes > self._bucket:
+        bucket, filled = dict[str, Planned](), 0
+        for tensor in self._tensors:
+            if bucket and filled + tensor.nbytes > self._bucket:
                 yield bucket
-                bucket, filled = [], 0
-            bucket.append(meta)
-            filled += nbytes
+                bucket, filled = {}, 0
+            bucket[tensor.name] = tensor
+            filled += tensor.nbytes
         yield bucket
 
-    def _gathered(
-        self, bucket: Sequence[ParamMeta], held: Mapping[Storage, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """The complete tensors of a bucket; collective."""
-        import torch
 
-        device = next(iter(held.values())).device if held else torch.device("cpu")
-        tensors = {each.name: torch.empty(each.shape, dtype=each.dtype, device=device) for each in bucket}
-        sends = defaultdict[tuple[int, str], list[tuple[torch.Tensor, _Part]]](list)
-        for name, tensor in tensors.items():
-            for part in self._parts[name]:
-                sends[part.sender, part.dtype.name].append((tensor, part))
-        for (sender, kind), parts in sends.items():
-            _broadcast(sender, getattr(torch, kind), parts, held, device)
-        return tensors
+def _gathered(
+    bucket: Mapping[str, Planned], transfers: Sequence[Transfer], held: Mapping[Storage, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The complete tensors of a bucket; collective."""
+    import torch
+
+    device = next((each.device for each in held.values()), torch.device("cpu"))
+    tensors = {
+        name: torch.empty(each.shape, dtype=getattr(torch, each.dtype.name), device=device)
+        for name, each in bucket.items()
+    }
+    sends = defaultdict[tuple[int, DType], list[Transfer]](list)
+    for transfer in transfers:
+        sends[transfer.sender, transfer.stored].append(transfer)
+    for sent in sends.values():
+        _broadcast(sent, held, tensors, device)
+    return tensors
 
 
 def _broadcast(
-    sender: int,
-    kind: torch.dtype,
-    parts: Sequence[tuple[torch.Tensor, _Part]],
+    transfers: Sequence[Transfer],
     held: Mapping[Storage, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> None:
-    """Move from one rank what it has of some tensors, into these on all ranks; collective."""
+    """Move what one rank has in one dtype, by one buffer, into the tensors of all ranks; collective."""
     import torch
-    from torch import distributed
 
-    counts = [part.piece.numel for _, part in parts]
-    buffer = torch.empty(sum(counts), dtype=kind, device=device)
-    packed = [
-        values.view([count for count, _, _ in part.piece.axes])
-        for values, (_, part) in zip(buffer.split(counts), parts, strict=True)
-    ]
-    if sender == distributed.get_rank():
-        for values, (_, part) in zip(packed, parts, strict=True):
-            values.copy_(
-                _strided(held[part.storage], part.piece.start, [(n, s) for n, s, _ in part.piece.axes])
-            )
-    distributed.broadcast(buffer.view(torch.uint8), sender)
-    for values, (tensor, part) in zip(packed, parts, strict=True):
-        place = _strided(tensor, part.piece.at, [(n, t) for n, _, t in part.piece.axes])
-        place.copy_(values.double() + part.plus if part.plus else values)
+    sender, counts = transfers[0].sender, [each.piece.numel for each in transfers]
+    buffer = torch.empty(sum(counts), dtype=getattr(torch, transfers[0].stored.name), device=device)
+    parts = list(zip(transfers, buffer.split(counts), strict=True))
+    if sender == torch.distributed.get_rank():
+        for each, part in parts:
+            own = _elements(held[each.storage], each.piece.start, each.piece.axes, 1)
+            part.view(own.shape).copy_(own)
+    torch.distributed.broadcast(buffer.view(torch.uint8), sender)
+    for each, part in parts:
+        place = _elements(tensors[each.parameter], each.piece.at, each.piece.axes, 2)
+        place.copy_(part.view(place.shape))
 
 
-def _strided(tensor: torch.Tensor, first: int, axes: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Elements of a tensor, counted in row-major order."""
+def _elements(tensor: torch.Tensor, first: int, axes: Sequence[Axis], step: int) -> torch.Tensor:
+    """Elements of a tensor, counted in row-major order. Their steps are the numbers `step` of the axes."""
     flat = tensor.detach().reshape(-1)
-    counts, steps = [count for count, _ in axes], [step for _, step in axes]
-    return flat.as_strided(counts, steps, flat.storage_offset() + first)
+    return flat.as_strided(
+        [axis[0] for axis in axes], [axis[step] for axis in axes], flat.storage_offset() + first
+    )
 
 
 def layerwise(names: Iterable[str]) -> list[list[str]]:
@@ -201,18 +167,15 @@ def layerwise(names: Iterable[str]) -> list[list[str]]:
 
     These are vLLM's `layerwise_groups`, in whose order its backends want all tensors.
     """
-    before, after = list[str](), list[str]()
-    stacks: dict[str, dict[int, list[str]]] = {}
+    stacks, groups = dict[str, int](), defaultdict[tuple[float, int], list[str]](list)
     for name in names:
         words = name.split(".")
         at = next((index for index, word in enumerate(words) if word.isdigit()), None)
+        key = (float("inf") if stacks else -1.0, 0)
         if at is not None:
-            layers = stacks.setdefault(".".join(words[:at]), {})
-            layers.setdefault(int(words[at]), []).append(name)
-        else:
-            (after if stacks else before).append(name)
-    indexed = [layers[index] for layers in stacks.values() for index in sorted(layers)]
-    return [group for group in (before, *indexed, after) if group]
+            key = (stacks.setdefault(".".join(words[:at]), len(stacks)), int(words[at]))
+        groups[key].append(name)
+    return [groups[key] for key in sorted(groups)]
 
 
 # ------------------------------------------------------------------------------------------------ construction
@@ -263,203 +226,121 @@ def weight_source(
     arguments = Arguments("weight_source")
     chunks = list(chunks) if isinstance(chunks, (list, tuple)) else [chunks]
     if not chunks or not all(map(is_chunk, chunks)):
-        found = [type(chunk).__name__ for chunk in chunks]
-        arguments.reject("chunks", found, "the model chunks of a rank of Megatron-Core")
+        arguments.reject("chunks", list(map(type, chunks)), "the model chunks of a rank of Megatron-Core")
     folder = arguments.check("base", base, LOCAL_PATH)
     limit = arguments.check("bucket", bucket, size("bucket"))
+    described = _on_all_ranks(lambda: _description(arguments, chunks, folder, limit))
+    same = {each.rank: each for each in reversed(described)}
+    _require("of one model", [each[2:] == described[0][2:] and each == same[each.rank] for each in described])
+    trainer = _trainer(described, folder)
+    parameters = {
+        name: RecordedParameter(each.dtype, View.of(name, *each.shape))
+        for name, each in trainer.tensors.items()
+    }
+    plan = plan_transfer(trainer, [EngineRecording("hub", 0, 1, parameters)])
+    return WeightSource(chunks, trainer.tensors, plan.transfers, limit)
 
-    def description() -> _Description:
-        arguments.settle()
-        require_groups()
-        return _description(chunks, folder, limit)
 
-    _, described = _on_all_ranks(description, lambda each: each)
-    raise_all(_differing(described))
-    source, digests = _on_all_ranks(lambda: _source(chunks, folder, described), WeightSource.digest)
-    raise_all(_other_rank("plan", rank) for rank, each in enumerate(digests) if each != digests[0])
-    return source
-
-
-def _on_all_ranks(make: Callable[[], T], told: Callable[[T], Any]) -> tuple[T, list[Any]]:
-    """What `make` returns here, and what all ranks tell of theirs. Raises the ReshardError of any rank on all."""
+def _on_all_ranks(make: Callable[[], Any]) -> list[Any]:
+    """What `make` returns on each rank. Raises the ReshardError of any rank on all."""
     from torch import distributed
 
-    mine: list[T] = []
     try:
-        mine.append(make())
-        answer: Any = told(mine[0])
+        answer = make()
     except ReshardError as error:
         answer = error
     answers = [answer]
     if distributed.is_initialized():
-        answers = answers * distributed.get_world_size()
+        answers *= distributed.get_world_size()
         distributed.all_gather_object(answers, answer)
-    problems = list[Problem]()
-    for error in (each for each in answers if isinstance(each, ReshardError)):
-        problems += [problem for problem in error.problems if problem not in problems]
-    raise_all(problems)
-    return mine[0], answers
+    raise_all(dict.fromkeys(each for answer in answers for each in getattr(answer, "problems", ())))
+    return answers
 
 
-def _description(chunks: Sequence[Any], base: Path, bucket: int) -> _Description:
-    """What this rank tells the others. Raises ReshardError for what cannot be sent."""
-    from megatron.core import parallel_state as ps
-
-    sized = _sized(base)
-    if sized.family.computed_by != MCORE:
-        raise ReshardError(
-            "weight-source-lacks-family",
-            f"megatron-core's GPTModel does not compute the family {sized.family.name}",
-            file=str(base),
-            rule=f"the engine of this family is {ENGINE_TITLES[sized.family.computed_by]}",
-            remedy="save a checkpoint, and convert that",
+def _require(what: str, answers: Iterable[bool]) -> None:
+    """Raise ReshardError with the ranks that answer False."""
+    raise_all(
+        Problem(
+            "weight-source-ranks-differ",
+            "the model of a rank is not that of the trainer",
+            expected=f"names, shapes, dtypes, layout and config {what}",
+            found=f"others on rank {rank}",
+            remedy="build the model in the same way on all ranks, and make a new source if it changes",
         )
-    config = inner_model(chunks[0]).config
-    raise_all(_other_attention(config, sized.args))
-    raise_all(_not_plain(chunks))
-    state: dict[str, dict[str, StoredTensor]] = {}
-    for content, key, stored, _ in _held(chunks):
-        state.setdefault(content, {})[key] = stored
+        for rank, answer in enumerate(answers)
+        if not answer
+    )
+
+
+def _description(arguments: Arguments, chunks: Sequence[Any], base: Path, bucket: int) -> _Description:
+    """What this rank tells the others. Raises ReshardError for wrong arguments, and for what cannot be sent."""
+    arguments.settle()
+    require_groups()
+    sized, config = _sized(base), inner_model(chunks[0]).config
+    require_core(sized.family, str(base))
+    # Shapes do not tell which rows of a projection belong to which head.
+    raise_all(
+        Problem(
+            "weight-source-of-other-attention",
+            "the model of the trainer is not the one of the config",
+            expected=f"{name} {sized.args[name]}",
+            found=f"{name} {getattr(config, name)}",
+            remedy="pass the folder of the model that is trained as base",
+        )
+        for name in ("num_attention_heads", "num_query_groups", "rotary_interleaved")
+        if sized.args.get(name) not in (None, getattr(config, name, sized.args.get(name)))
+    )
+    raise_all(
+        Problem(
+            "weight-source-tensor-not-plain",
+            "a tensor of the trainer has no elements in memory of its own",
+            tensor=key,
+            found=f"{type(tensor.detach()).__name__} on {tensor.device}",
+            rule="quantized and sharded tensors have their elements elsewhere",
+            remedy="keep the parameters in bfloat16, and do not shard them with FSDP",
+        )
+        for chunk in chunks
+        for key, tensor in live_tensors(inner_model(chunk)).items()
+        if type(tensor.detach()).__name__ != "Tensor" or tensor.is_meta
+    )
     layout = layout_of_groups(len(chunks), has_experts=sized.dims.experts > 0)
-    args = {**sized.args, "apply_layernorm_1p": bool(config.layernorm_zero_centered_gamma)}
-    etp = ps.get_expert_tensor_parallel_rank() % layout.etp
-    return _Description(_rank(), etp, state, layout, args, sized.config, bucket)
+    told = {
+        **sized.args,
+        "apply_layernorm_1p": bool(config.layernorm_zero_centered_gamma),
+        "config": sized.config,
+        "bucket": bucket,
+    }
+    return _Description(this_rank(), _state(chunks)[0], layout, told)
 
 
-def _rank() -> MegatronRank:
-    from megatron.core import parallel_state as ps
-
-    experts = ps.get_expert_model_parallel_rank()
-    return MegatronRank(ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank(), experts)
-
-
-def _held(chunks: Sequence[Any]) -> Iterator[tuple[str, str, StoredTensor, torch.Tensor]]:
-    """The tensors of this rank: their chunk and key in a rank file, their place, and themselves.
-
-    Places are counted as if all tensors were one after another.
-    """
-    at = 0
-    path = storage_name(_rank())
+def _state(
+    chunks: Sequence[Any],
+) -> tuple[dict[str, dict[str, StoredTensor]], dict[Storage, torch.Tensor]]:
+    """The tensors of this rank, with places as if they were one after another, and themselves by their places."""
+    state, held, at = defaultdict[str, dict[str, StoredTensor]](dict), dict[Storage, Any](), 0
     for index, chunk in enumerate(chunks):
-        content = f"model{index}" if len(chunks) > 1 else "model"
         for key, tensor in live_tensors(inner_model(chunk)).items():
-            shape, nbytes = tuple(tensor.shape), tensor.numel() * tensor.element_size()
-            storage = Storage(path, at, nbytes)
-            yield (
-                content,
-                key,
-                StoredTensor(storage, dtype(str(tensor.dtype)), shape, row_major(shape)),
-                tensor,
+            shape, storage = tuple(tensor.shape), Storage(storage_name(this_rank()), at, tensor.nbytes)
+            state[f"model{index}" if len(chunks) > 1 else "model"][key] = StoredTensor(
+                storage, dtype(str(tensor.dtype)), shape, row_major(shape)
             )
-            at += nbytes
+            held[storage] = tensor
+            at += tensor.nbytes
+    return dict(state), held
 
 
-def _not_plain(chunks: Sequence[Any]) -> Iterator[Problem]:
-    """A problem for each tensor whose elements are not in its own memory as its dtype says."""
-    import torch
-
-    for chunk in chunks:
-        for key, tensor in live_tensors(inner_model(chunk)).items():
-            if type(tensor.detach()) is not torch.Tensor or tensor.is_meta:
-                yield Problem(
-                    "weight-source-tensor-not-plain",
-                    "a tensor of the trainer is not a plain one",
-                    tensor=key,
-                    found=type(tensor.detach()).__name__ if not tensor.is_meta else "on the meta device",
-                    rule="the elements of quantized and sharded tensors are not where those of plain ones are",
-                    remedy="keep the parameters in bfloat16, without FSDP",
-                )
-
-
-def _other_attention(config: Any, args: Mapping[str, Any]) -> Iterator[Problem]:
-    """A problem for each setting of the model that is not the one of the config, and that shapes do not tell."""
-    for name in ATTENTION:
-        expected = args.get(name)
-        if expected is not None and getattr(config, name, expected) != expected:
-            yield Problem(
-                "weight-source-of-other-attention",
-                "the model of the trainer is not the one of the config",
-                expected=f"{name} {expected}",
-                found=f"{name} {getattr(config, name)}",
-                remedy="pass the folder of the model that is trained as base",
-            )
-
-
-def _differing(described: Sequence[_Description]) -> Iterator[Problem]:
-    """A problem for each rank whose model is not that of the others."""
-    first = described[0]
-    pairs = {pair: rank % first.layout.etp for pair, rank in stage_ranks(first.layout).items()}
-    by_place: dict[MegatronRank, _Description] = {}
-    for rank, each in enumerate(described):
-        same = by_place.setdefault(each.rank, each)
-        if each[3:] != first[3:]:
-            yield _other_rank("config, layout or bucket", rank)
-        elif each[1:3] != same[1:3]:
-            yield _other_rank("names, shapes or dtypes", rank)
-        elif pairs.get((each.rank.tp, each.rank.ep)) != each.etp:
-            yield _other_rank("place among the experts", rank)
-
-
-def _other_rank(what: str, rank: int) -> Problem:
-    return Problem(
-        "weight-source-ranks-differ",
-        "the model of a rank is not that of the other ranks",
-        found=f"another {what} on rank {rank}",
-        rule="all ranks of a trainer have parts of one model",
-        remedy="build the model in the same way on all ranks, and pass the same arguments",
-    )
-
-
-def _source(chunks: Sequence[Any], base: Path, described: Sequence[_Description]) -> WeightSource:
-    """The source that follows from what all ranks told. Raises ReshardError if their parts are not the model."""
-    first = described[0]
-    contents = {each.rank: each.state for each in reversed(described)}
-    tied = not first.args.get("untie_embeddings_and_output_weights", False)
-    facts = JoiningFacts(first.layout, int(first.args.get("num_experts") or 0), tied)
-    trainer = trainer_of(contents, facts, first.layout, base, first.args)
-    senders = _senders(trainer, described)
-    problems, parts = list[Problem](), dict[str, list[_Part]]()
-    for name, planned in trainer.tensors.items():
-        view = planned.source()
-        parts[name] = [_Part(*senders[cells.storage], cells.dtype, *rest) for cells, *rest in _moved(view)]
-        if covered(view) != view.numel or sum(part.piece.numel for part in parts[name]) != view.numel:
-            problems.append(_computed(name))
-    raise_all(problems)
-    return WeightSource(chunks, list(trainer.tensors.values()), parts, first.bucket)
-
-
-def _moved(view: View) -> Iterator[tuple[Cells, Piece, float]]:
-    """The stored elements of a view, and what is added to them: norms may be stored less one."""
-    for piece in view.pieces:
-        source, plus, pieces = piece.source, 0.0, (piece,)
-        if isinstance(source, SteppedTensor) and source.step.plus and not source.step.in_torch:
-            plus, below = source.step.plus, source.inputs[0].view
-            pieces = View(view.shape, (piece,)).through(lambda _, below=below: below).pieces
-        for each in pieces:
-            if isinstance(each.source, Cells) and each.source.storage.path:
-                yield each.source, each, plus
-
-
-def _senders(trainer: Trainer, described: Sequence[_Description]) -> dict[Storage, tuple[int, Storage]]:
-    """For each storage the rank that sends it, of all that have it, and its place there: the one with the least to do."""
-    ranks: dict[str, list[int]] = {}
-    for rank, each in enumerate(described):
-        ranks.setdefault(storage_name(each.rank), []).append(rank)
-    loads: Counter[int] = Counter()
-    senders = {}
-    for storage in sorted(trainer.holders, key=lambda each: -each.nbytes):
-        copies = {each: None for _, each in trainer.holders[storage] if each.nbytes == storage.nbytes}
-        able = [(rank, each) for each in copies for rank in ranks[each.path]]
-        senders[storage] = min(able, key=lambda each: (loads[each[0]], each[0]))
-        loads[senders[storage][0]] += storage.nbytes
-    return senders
-
-
-def _computed(name: str) -> Problem:
-    return Problem(
-        "weight-source-needs-computing",
-        "a tensor is computed from those of the trainer, not only moved",
-        tensor=name,
-        rule="a source moves elements, and adds a number to norms",
-        remedy="save a checkpoint, and convert that",
-    )
+def _trainer(described: Sequence[_Description], base: Path) -> Trainer:
+    """The trainer whose ranks told this. Raises ReshardError if their parts are not the model of the config."""
+    args, layout = described[0].arguments, described[0].layout
+    tied = not args.get("untie_embeddings_and_output_weights", False)
+    facts = JoiningFacts(layout, int(args.get("num_experts") or 0), tied)
+    trainer = trainer_of({each.rank: each.state for each in described}, facts, layout, base, args)
+    paths = [storage_name(each.rank) for each in described]
+    ranks = {path: [rank for rank, other in enumerate(paths) if other == path] for path in paths}
+    holders = {
+        first: tuple(
+            (rank, each) for each in dict.fromkeys(copy for _, copy in copies) for rank in ranks[each.path]
+        )
+        for first, copies in trainer.holders.items()
+    }
+    return Trainer(trainer.tensors, holders, len(described))
