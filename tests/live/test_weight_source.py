@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,20 @@ from safetensors import safe_open
 import reshard
 from reshard.algebra.layout import Layout
 from tests.genuine.hub_names import rewritten
+from tests.genuine.huggingface import edit_config
 from tests.genuine.megatron import tokens
-from tests.live.weight_rounds import one_round
 
 pytest.importorskip("megatron.core")
 
+from tests.genuine.mcore.ranks import run_ranks
 from tests.genuine.train_megatron import train_and_save
+from tests.live.weight_rounds import one_round, refused
 
 Models = Callable[..., Path]
+WRONG_CONFIGS: dict[str, dict[str, Any]] = {
+    "config": {"rope_theta": 7.0},
+    "family": {"model_type": "step3p5"},
+}
 
 
 def rounded_bias(config: object, tensors: dict[str, torch.Tensor]) -> None:
@@ -68,24 +75,76 @@ def contents(path: Path) -> dict[str, bytes]:
 def test_each_round_has_what_is_converted_then(
     family: str, layout: Layout, options: dict[str, Any], hf_model: Models, tmp_path: Path
 ) -> None:
-    base = shutil.copytree(hf_model(family, dtype="bfloat16"), tmp_path / "model")
+    assert_rounds(hf_model(family, dtype="bfloat16"), layout, tmp_path, None, **options)
+
+
+def assert_rounds(
+    model: Path, layout: Layout, folder: Path, executor: Executor | None, **options: Any
+) -> None:
+    """Before and after a step, each rank gets what the Hub's folder has, and the checkpoint that is saved then."""
+    base = shutil.copytree(model, folder / "model")
     rewritten(base, rounded_bias)
-    reshard.convert(base, tmp_path / "start", to="megatron", transformer_impl="local")
-    start = reshard.open(tmp_path / "start").checkpoint
-    (tmp_path / "rounds").mkdir()
-    run = train_and_save(
+    how = {} if executor else {"transformer_impl": "local"}
+    reshard.convert(base, folder / "start", to="megatron", **how)
+    start = reshard.open(folder / "start").checkpoint
+    (folder / "rounds").mkdir()
+    train = partial(
+        train_and_save,
         {**start.description.args},
-        tmp_path / "run",
+        folder / "run",
         tokens(),
         checkpoint=start.path,
         layout=layout,
         steps=1,
-        observe=partial(one_round, tmp_path / "rounds", base),
+        observe=partial(one_round, folder / "rounds", base),
+        gradients=executor is None,
         **options,
     )
-    reshard.convert(run.folder.parent, tmp_path / "converted", base=base)
-    before, after = contents(base), contents(tmp_path / "converted")
+    run = executor.submit(train).result(timeout=120) if executor else train()
+    reshard.convert(run.folder.parent, folder / "converted", base=base)
+    before, after = contents(base), contents(folder / "converted")
     assert before.keys() == after.keys() and before != after
     for rank in range(layout.world_size):
-        assert contents(tmp_path / f"rounds/step-0-rank-{rank}.safetensors") == before
-        assert contents(tmp_path / f"rounds/step-1-rank-{rank}.safetensors") == after
+        assert contents(folder / f"rounds/step-0-rank-{rank}.safetensors") == before
+        assert contents(folder / f"rounds/step-1-rank-{rank}.safetensors") == after
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_the_names_of_transformer_engine_are_read(
+    family: str, hf_model: Models, tmp_path: Path, transformer_engine: Executor
+) -> None:
+    layout = Layout(tp=2, ep=2, etp=1) if family != "qwen3" else Layout(tp=2, pp=2)
+    assert_rounds(hf_model(family, dtype="bfloat16"), layout, tmp_path, transformer_engine, spec="te")
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "expected"),
+    [
+        ("width", Layout(dp=2), ("weight-source-ranks-differ", "others on rank 1")),
+        ("width", Layout(tp=2), ("legacy-shards-unequal", None)),
+        ("layers", Layout(pp=2), ("config-size-differs", None)),
+        ("module", Layout(dp=2), ("argument-wrong", None)),
+        ("groups", Layout(dp=2), ("live-megatron-without-groups", None)),
+        ("meta", Layout(dp=2), ("weight-source-tensor-not-plain", None)),
+        ("heads", Layout(dp=2), ("weight-source-of-other-attention", None)),
+        ("norms", Layout(), ("model-type-cannot-describe", None)),
+        ("config", Layout(dp=2), ("weight-source-ranks-differ", "others on rank 1")),
+        ("family", Layout(dp=2), ("live-megatron-lacks-family", None)),
+        ("changed", Layout(dp=2), ("weight-source-ranks-differ", "others on rank 1")),
+    ],
+)
+def test_one_rank_that_differs_ends_in_one_error_on_all(
+    case: str, layout: Layout, expected: tuple[str, str | None], hf_model: Models, tmp_path: Path
+) -> None:
+    base = shutil.copytree(hf_model("qwen3"), tmp_path / "model")
+    for wrong, changes in WRONG_CONFIGS.items():
+        (base / wrong).mkdir()
+        shutil.copy(base / "config.json", base / wrong)
+        edit_config(base / wrong, changes)
+    reshard.convert(base, tmp_path / "start", to="megatron", transformer_impl="local")
+    args = reshard.open(tmp_path / "start").checkpoint.description.args
+    first, *others = run_ranks(layout.world_size, refused, case, base, dict(args), layout)
+    assert all(each == first for each in others)
+    code, found = expected
+    assert {each for each, _ in first} == {code}
+    assert found is None or first == [(code, found)]
