@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
@@ -15,6 +17,8 @@ from safetensors import safe_open
 
 import reshard
 from reshard.algebra.layout import Layout
+from reshard.live.weight_source import layerwise
+from tests.environments import python
 from tests.genuine.hub_names import rewritten
 from tests.genuine.huggingface import edit_config
 from tests.genuine.megatron import tokens
@@ -34,7 +38,7 @@ WRONG_CONFIGS: dict[str, dict[str, Any]] = {
 
 def rounded_bias(config: object, tensors: dict[str, torch.Tensor]) -> None:
     """Megatron's Float16Module rounds the biases of routers, which are kept as float32 afterwards."""
-    for name in [name for name in tensors if name.endswith("e_score_correction_bias")]:
+    for name in [name for name in tensors if name.endswith(("e_score_correction_bias", "expert_bias"))]:
         tensors[name] = tensors[name].bfloat16().float()
 
 
@@ -148,3 +152,18 @@ def test_one_rank_that_differs_ends_in_one_error_on_all(
     code, found = expected
     assert {each for each, _ in first} == {code}
     assert found is None or first == [(code, found)]
+
+
+@pytest.mark.slow
+def test_the_order_is_that_of_vllm(hf_model: Models) -> None:
+    models = [hf_model(name) for name in ("qwen3_tied", "qwen3_moe", "deepseek_v3_mtp", "mimo")]
+    told = [sorted(contents(model)) for model in models] + [
+        ["head", "a.1.x", "b", "a.0.b.7.x", "a.0.b.10", "mtp.0", "a.10.x", "a.2.x", "end.norm"]
+    ]
+    code = (
+        "import json, sys; from vllm.distributed.weight_transfer.base import layerwise_groups; "
+        "print(json.dumps([layerwise_groups(each) for each in json.loads(sys.argv[1])]))"
+    )
+    ran = subprocess.run([str(python("vllm")), "-c", code, json.dumps(told)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert [layerwise(each) for each in told] == json.loads(ran.stdout.splitlines()[-1])

@@ -48,8 +48,8 @@ def shards_of_this_rank(states: RankStates, chunks: int) -> list[dict[str, Shard
     """The shards of each chunk. Megatron makes expert groups even without experts; the layout then has size 1."""
     from megatron.core import parallel_state as ps
 
-    etp = ps.get_expert_tensor_parallel_rank() % states.layout.etp
-    return [states.state(this_rank(), chunk, etp) for chunk in range(chunks)]
+    rank, etp = this_rank(), ps.get_expert_tensor_parallel_rank() % states.layout.etp
+    return [states.state(rank, chunk, etp) for chunk in range(chunks)]
 
 
 def this_rank() -> MegatronRank:

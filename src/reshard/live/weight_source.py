@@ -103,13 +103,12 @@ class WeightSource:
 
     def _buckets(self) -> Iterator[dict[str, Planned]]:
         """Tensors that are gathered together. One that is larger than a bucket is alone."""
-        bucket, filled = dict[str, Planned](), 0
+        bucket = dict[str, Planned]()
         for tensor in self._tensors:
-            if bucket and filled + tensor.nbytes > self._bucket:
+            if bucket and tensor.nbytes + sum(each.nbytes for each in bucket.values()) > self._bucket:
                 yield bucket
-                bucket, filled = {}, 0
+                bucket = {}
             bucket[tensor.name] = tensor
-            filled += tensor.nbytes
         yield bucket
 
 
@@ -143,23 +142,22 @@ def _broadcast(
 
     sender, counts = transfers[0].sender, [each.piece.numel for each in transfers]
     buffer = torch.empty(sum(counts), dtype=getattr(torch, transfers[0].stored.name), device=device)
-    parts = list(zip(transfers, buffer.split(counts), strict=True))
+    parts = [
+        (each, part.view([count for count, _, _ in each.piece.axes]))
+        for each, part in zip(transfers, buffer.split(counts), strict=True)
+    ]
     if sender == torch.distributed.get_rank():
         for each, part in parts:
-            own = _elements(held[each.storage], each.piece.start, each.piece.axes, 1)
-            part.view(own.shape).copy_(own)
+            part.copy_(_elements(held[each.storage], each.piece.start, each.piece.axes, 1))
     torch.distributed.broadcast(buffer.view(torch.uint8), sender)
     for each, part in parts:
-        place = _elements(tensors[each.parameter], each.piece.at, each.piece.axes, 2)
-        place.copy_(part.view(place.shape))
+        _elements(tensors[each.parameter], each.piece.at, each.piece.axes, 2).copy_(part)
 
 
 def _elements(tensor: torch.Tensor, first: int, axes: Sequence[Axis], step: int) -> torch.Tensor:
     """Elements of a tensor, counted in row-major order. Their steps are the numbers `step` of the axes."""
-    flat = tensor.detach().reshape(-1)
-    return flat.as_strided(
-        [axis[0] for axis in axes], [axis[step] for axis in axes], flat.storage_offset() + first
-    )
+    rest = tensor.detach().reshape(-1)[first:]
+    return rest.as_strided([axis[0] for axis in axes], [axis[step] for axis in axes])
 
 
 def layerwise(names: Iterable[str]) -> list[list[str]]:
@@ -224,7 +222,7 @@ def weight_source(
     reshard.base.errors.ReshardError: ...: weight_source: wrong value for chunks...
     """
     arguments = Arguments("weight_source")
-    chunks = list(chunks) if isinstance(chunks, (list, tuple)) else [chunks]
+    chunks = list(map(inner_model, chunks if isinstance(chunks, (list, tuple)) else [chunks]))
     if not chunks or not all(map(is_chunk, chunks)):
         arguments.reject("chunks", list(map(type, chunks)), "the model chunks of a rank of Megatron-Core")
     folder = arguments.check("base", base, LOCAL_PATH)
@@ -237,8 +235,8 @@ def weight_source(
         name: RecordedParameter(each.dtype, View.of(name, *each.shape))
         for name, each in trainer.tensors.items()
     }
-    plan = plan_transfer(trainer, [EngineRecording("hub", 0, 1, parameters)])
-    return WeightSource(chunks, trainer.tensors, plan.transfers, limit)
+    engine = EngineRecording("hub", 0, 1, parameters)
+    return WeightSource(chunks, trainer.tensors, plan_transfer(trainer, [engine]).transfers, limit)
 
 
 def _on_all_ranks(make: Callable[[], Any]) -> list[Any]:
@@ -276,64 +274,73 @@ def _description(arguments: Arguments, chunks: Sequence[Any], base: Path, bucket
     """What this rank tells the others. Raises ReshardError for wrong arguments, and for what cannot be sent."""
     arguments.settle()
     require_groups()
-    sized, config = _sized(base), inner_model(chunks[0]).config
+    sized, config = _sized(base), chunks[0].config
     require_core(sized.family, str(base))
-    # Shapes do not tell which rows of a projection belong to which head.
-    raise_all(
-        Problem(
-            "weight-source-of-other-attention",
-            "the model of the trainer is not the one of the config",
-            expected=f"{name} {sized.args[name]}",
-            found=f"{name} {getattr(config, name)}",
-            remedy="pass the folder of the model that is trained as base",
-        )
-        for name in ("num_attention_heads", "num_query_groups", "rotary_interleaved")
-        if sized.args.get(name) not in (None, getattr(config, name, sized.args.get(name)))
-    )
-    raise_all(
-        Problem(
-            "weight-source-tensor-not-plain",
-            "a tensor of the trainer has no elements in memory of its own",
-            tensor=key,
-            found=f"{type(tensor.detach()).__name__} on {tensor.device}",
-            rule="quantized and sharded tensors have their elements elsewhere",
-            remedy="keep the parameters in bfloat16, and do not shard them with FSDP",
-        )
-        for chunk in chunks
-        for key, tensor in live_tensors(inner_model(chunk)).items()
-        if type(tensor.detach()).__name__ != "Tensor" or tensor.is_meta
-    )
-    layout = layout_of_groups(len(chunks), has_experts=sized.dims.experts > 0)
+    raise_all(_misfits(chunks, config, sized.args))
     told = {
         **sized.args,
         "apply_layernorm_1p": bool(config.layernorm_zero_centered_gamma),
         "config": sized.config,
         "bucket": bucket,
     }
+    layout = layout_of_groups(len(chunks), has_experts=sized.dims.experts > 0)
     return _Description(this_rank(), _state(chunks)[0], layout, told)
+
+
+def _misfits(chunks: Sequence[Any], config: Any, args: Mapping[str, Any]) -> list[Problem]:
+    """Problems of settings that are not those of the folder, and of tensors that cannot be sent as they are."""
+    return [
+        *(
+            # Shapes do not tell which rows of a projection belong to which head.
+            Problem(
+                "weight-source-of-other-attention",
+                "the model of the trainer is not the one of the config",
+                expected=f"{name} {args[name]}",
+                found=f"{name} {getattr(config, name)}",
+                remedy="pass the folder of the model that is trained as base",
+            )
+            for name in ("num_attention_heads", "num_query_groups", "rotary_interleaved")
+            if args.get(name) not in (None, getattr(config, name, args.get(name)))
+        ),
+        *(
+            Problem(
+                "weight-source-tensor-not-plain",
+                "a tensor of the trainer has no elements in memory of its own",
+                tensor=key,
+                found=f"{type(tensor.detach()).__name__} on {tensor.device}",
+                rule="quantized and sharded tensors have their elements elsewhere",
+                remedy="keep the parameters in bfloat16, and do not shard them with FSDP",
+            )
+            for chunk in chunks
+            for key, tensor in live_tensors(chunk).items()
+            if type(tensor.detach()).__name__ != "Tensor" or tensor.is_meta
+        ),
+    ]
 
 
 def _state(
     chunks: Sequence[Any],
 ) -> tuple[dict[str, dict[str, StoredTensor]], dict[Storage, torch.Tensor]]:
-    """The tensors of this rank, with places as if they were one after another, and themselves by their places."""
-    state, held, at = defaultdict[str, dict[str, StoredTensor]](dict), dict[Storage, Any](), 0
+    """The tensors of this rank, each at a place of its own, and themselves by their places, which are numbered."""
+    state, held = defaultdict[str, dict[str, StoredTensor]](dict), dict[Storage, Any]()
     for index, chunk in enumerate(chunks):
-        for key, tensor in live_tensors(inner_model(chunk)).items():
-            shape, storage = tuple(tensor.shape), Storage(storage_name(this_rank()), at, tensor.nbytes)
+        for key, tensor in live_tensors(chunk).items():
+            shape, storage = tuple(tensor.shape), Storage(storage_name(this_rank()), len(held), tensor.nbytes)
             state[f"model{index}" if len(chunks) > 1 else "model"][key] = StoredTensor(
                 storage, dtype(str(tensor.dtype)), shape, row_major(shape)
             )
             held[storage] = tensor
-            at += tensor.nbytes
     return dict(state), held
 
 
 def _trainer(described: Sequence[_Description], base: Path) -> Trainer:
     """The trainer whose ranks told this. Raises ReshardError if their parts are not the model of the config."""
     args, layout = described[0].arguments, described[0].layout
-    tied = not args.get("untie_embeddings_and_output_weights", False)
-    facts = JoiningFacts(layout, int(args.get("num_experts") or 0), tied)
+    facts = JoiningFacts(
+        layout,
+        experts=int(args.get("num_experts") or 0),
+        tied=not args.get("untie_embeddings_and_output_weights", False),
+    )
     trainer = trainer_of({each.rank: each.state for each in described}, facts, layout, base, args)
     paths = [storage_name(each.rank) for each in described]
     ranks = {path: [rank for rank, other in enumerate(paths) if other == path] for path in paths}
