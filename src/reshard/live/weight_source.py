@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,7 +114,7 @@ class WeightSource:
 
 
 def _gathered(
-    bucket: Mapping[str, Planned], transfers: Sequence[Transfer], held: Mapping[Storage, torch.Tensor]
+    bucket: Mapping[str, Planned], transfers: Sequence[Transfer], held: Mapping[tuple[str, str], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The complete tensors of a bucket; collective."""
     import torch
@@ -133,7 +134,7 @@ def _gathered(
 
 def _broadcast(
     transfers: Sequence[Transfer],
-    held: Mapping[Storage, torch.Tensor],
+    held: Mapping[tuple[str, str], torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> None:
@@ -148,7 +149,7 @@ def _broadcast(
     ]
     if sender == torch.distributed.get_rank():
         for each, part in parts:
-            part.copy_(_elements(held[each.storage], each.piece.start, each.piece.axes, 1))
+            part.copy_(_elements(held[each.tensor], each.piece.start, each.piece.axes, 1))
     torch.distributed.broadcast(buffer.view(torch.uint8), sender)
     for each, part in parts:
         _elements(tensors[each.parameter], each.piece.at, each.piece.axes, 2).copy_(part)
@@ -320,17 +321,19 @@ def _misfits(chunks: Sequence[Any], config: Any, args: Mapping[str, Any]) -> lis
 
 def _state(
     chunks: Sequence[Any],
-) -> tuple[dict[str, dict[str, StoredTensor]], dict[Storage, torch.Tensor]]:
-    """The tensors of this rank, each at a place of its own, and themselves by their places, which are numbered."""
-    state, held = defaultdict[str, dict[str, StoredTensor]](dict), dict[Storage, Any]()
-    for index, chunk in enumerate(chunks):
-        for key, tensor in live_tensors(chunk).items():
-            shape, storage = tuple(tensor.shape), Storage(storage_name(this_rank()), len(held), tensor.nbytes)
-            state[f"model{index}" if len(chunks) > 1 else "model"][key] = StoredTensor(
-                storage, dtype(str(tensor.dtype)), shape, row_major(shape)
-            )
-            held[storage] = tensor
-    return dict(state), held
+) -> tuple[dict[str, dict[str, StoredTensor]], dict[tuple[str, str], torch.Tensor]]:
+    """The places of this rank's tensors by chunk and key, and the tensors. Each is a storage, with a number for offset."""
+    names = [f"model{index}" for index in range(len(chunks))] if len(chunks) > 1 else ["model"]
+    held = {
+        (name, key): tensor
+        for name, chunk in zip(names, chunks, strict=True)
+        for key, tensor in live_tensors(chunk).items()
+    }
+    state: dict[str, dict[str, StoredTensor]] = {name: {} for name in names}
+    for number, ((name, key), tensor) in enumerate(held.items()):
+        storage, shape = Storage(storage_name(this_rank()), number, tensor.nbytes), tuple(tensor.shape)
+        state[name][key] = StoredTensor(storage, dtype(str(tensor.dtype)), shape, row_major(shape))
+    return state, held
 
 
 def _trainer(described: Sequence[_Description], base: Path) -> Trainer:
@@ -350,4 +353,4 @@ def _trainer(described: Sequence[_Description], base: Path) -> Trainer:
         )
         for first, copies in trainer.holders.items()
     }
-    return Trainer(trainer.tensors, holders, len(described))
+    return replace(trainer, holders=holders)
