@@ -220,7 +220,7 @@ def weight_source(
     >>> reshard.weight_source(torch.nn.Linear(2, 2), base="model")
     Traceback (most recent call last):
         ...
-    reshard.base.errors.ReshardError: ...: weight_source: wrong value for chunks...
+    reshard.base.errors.ReshardError: weight_source: wrong value for chunks...
     """
     arguments = Arguments("weight_source")
     chunks = list(map(inner_model, chunks if isinstance(chunks, (list, tuple)) else [chunks]))
@@ -236,8 +236,8 @@ def weight_source(
         name: RecordedParameter(each.dtype, View.of(name, *each.shape))
         for name, each in trainer.tensors.items()
     }
-    engine = EngineRecording("hub", 0, 1, parameters)
-    return WeightSource(chunks, trainer.tensors, plan_transfer(trainer, [engine]).transfers, limit)
+    plan = plan_transfer(trainer, [EngineRecording("hub", 0, 1, parameters)])
+    return WeightSource(chunks, trainer.tensors, plan.transfers, limit)
 
 
 def _on_all_ranks(make: Callable[[], Any]) -> list[Any]:
@@ -322,18 +322,17 @@ def _misfits(chunks: Sequence[Any], config: Any, args: Mapping[str, Any]) -> lis
 def _state(
     chunks: Sequence[Any],
 ) -> tuple[dict[str, dict[str, StoredTensor]], dict[tuple[str, str], torch.Tensor]]:
-    """The places of this rank's tensors by chunk and key, and the tensors. Each is a storage, with a number for offset."""
-    names = [f"model{index}" for index in range(len(chunks))] if len(chunks) > 1 else ["model"]
+    """The places of this rank's tensors by chunk and key, and the tensors. The offset of a place is only a number."""
     held = {
-        (name, key): tensor
-        for name, chunk in zip(names, chunks, strict=True)
+        (f"model{index}" if len(chunks) > 1 else "model", key): tensor
+        for index, chunk in enumerate(chunks)
         for key, tensor in live_tensors(chunk).items()
     }
-    state: dict[str, dict[str, StoredTensor]] = {name: {} for name in names}
+    state = defaultdict[str, dict[str, StoredTensor]](dict)
     for number, ((name, key), tensor) in enumerate(held.items()):
         storage, shape = Storage(storage_name(this_rank()), number, tensor.nbytes), tuple(tensor.shape)
         state[name][key] = StoredTensor(storage, dtype(str(tensor.dtype)), shape, row_major(shape))
-    return state, held
+    return dict(state), held
 
 
 def _trainer(described: Sequence[_Description], base: Path) -> Trainer:
