@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ import reshard
 from reshard.algebra.layout import Layout
 from reshard.live.weight_source import layerwise
 from tests.environments import python
-from tests.genuine.hub_names import rewritten
+from tests.genuine.hub_names import rewritten, rounded_delta_norms
 from tests.genuine.huggingface import edit_config
 from tests.genuine.megatron import tokens
 
@@ -30,6 +30,8 @@ from tests.genuine.train_megatron import train_and_save
 from tests.live.weight_rounds import one_round, refused
 
 Models = Callable[..., Path]
+ROUNDED = {"dtype": "bfloat16"}
+"""Norms that are stored less one are not exact plus one, after a step."""
 WRONG_CONFIGS: dict[str, dict[str, Any]] = {
     "config": {"rope_theta": 7.0},
     "family": {"model_type": "step3p5"},
@@ -74,6 +76,10 @@ def contents(path: Path) -> dict[str, bytes]:
         ("deepseek_v3", Layout(tp=2, ep=2), {}),
         ("deepseek_v3_mtp", Layout(pp=2), {}),
         ("gpt_oss", Layout(tp=2, ep=2), {}),
+        ("qwen3_5_text", Layout(tp=2), ROUNDED),
+        ("qwen3_5_text", Layout(pp=2), ROUNDED),
+        ("qwen3_next", Layout(tp=2, ep=2), ROUNDED),
+        ("qwen3_next", Layout(pp=2), ROUNDED),
     ],
 )
 def test_each_round_has_what_is_converted_then(
@@ -83,11 +89,16 @@ def test_each_round_has_what_is_converted_then(
 
 
 def assert_rounds(
-    model: Path, layout: Layout, folder: Path, executor: Executor | None, **options: Any
+    model: Path,
+    layout: Layout,
+    folder: Path,
+    executor: Executor | None,
+    dtype: Literal["bfloat16"] | None = None,
+    **options: Any,
 ) -> None:
     """Before and after a step, each rank gets what the Hub's folder has, and the checkpoint that is saved then."""
     base = shutil.copytree(model, folder / "model")
-    rewritten(base, rounded_bias)
+    rewritten(base, rounded_bias, rounded_delta_norms)
     how = {} if executor else {"transformer_impl": "local"}
     reshard.convert(base, folder / "start", to="megatron", **how)
     start = reshard.open(folder / "start").checkpoint
@@ -105,7 +116,7 @@ def assert_rounds(
         **options,
     )
     run = executor.submit(train).result(timeout=120) if executor else train()
-    reshard.convert(run.folder.parent, folder / "converted", base=base)
+    reshard.convert(run.folder.parent, folder / "converted", base=base, dtype=dtype)
     before, after = contents(base), contents(folder / "converted")
     assert before.keys() == after.keys() and before != after
     for rank in range(layout.world_size):
@@ -113,12 +124,17 @@ def assert_rounds(
         assert contents(folder / f"rounds/step-1-rank-{rank}.safetensors") == after
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_text"])
 def test_the_names_of_transformer_engine_are_read(
     family: str, hf_model: Models, tmp_path: Path, transformer_engine: Executor
 ) -> None:
-    layout = Layout(tp=2, ep=2, etp=1) if family != "qwen3" else Layout(tp=2, pp=2)
-    assert_rounds(hf_model(family, dtype="bfloat16"), layout, tmp_path, transformer_engine, spec="te")
+    layout = (
+        Layout(tp=2, pp=2) if family.startswith("qwen3_5") or family == "qwen3" else Layout(tp=2, ep=2, etp=1)
+    )
+    rounded = ROUNDED if family == "qwen3_5_text" else {}
+    assert_rounds(
+        hf_model(family, dtype="bfloat16"), layout, tmp_path, transformer_engine, spec="te", **rounded
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from reshard.exchange.megatron_trainer import Trainer, _sized, storage_name, tra
 from reshard.exchange.transfer_plan import Transfer, plan_transfer
 from reshard.formats.megatron.rank_files import JoiningFacts
 from reshard.formats.megatron.rank_states import MegatronRank
+from reshard.formats.stepped_tensor import SteppedTensor
 from reshard.live.megatron_chunks import inner_model, is_chunk, layout_of_groups, require_core, require_groups
 from reshard.live.megatron_shards import live_tensors, this_rank
 from reshard.transfer.plan import Planned
@@ -58,7 +59,7 @@ class WeightSource:
     """All tensors of a trainer, complete on every rank, with their present values in each round.
 
     A round is a collective: all ranks iterate, to the end, and none changes its weights meanwhile. In memory are one
-    bucket of complete tensors, and what one rank sends for it.
+    bucket of complete tensors, and what one rank sends for it. `added` are numbers that are added to tensors.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class WeightSource:
         tensors: Mapping[str, Planned],
         transfers: Sequence[Transfer],
         bucket: int,
+        added: Mapping[str, float],
     ) -> None:
         self._groups = layerwise(tensors)
         self._tensors = [tensors[name] for group in self._groups for name in group]
@@ -74,6 +76,7 @@ class WeightSource:
         for transfer in transfers:
             self._transfers[transfer.parameter].append(transfer)
         self._chunks, self._bucket, self._state = chunks, bucket, _state(chunks)[0]
+        self._added = added
 
     def metadata(self) -> list[ParamMeta]:
         """The tensors in the order of a round; nothing is moved."""
@@ -100,6 +103,8 @@ class WeightSource:
         for bucket in self._buckets():
             tensors = _gathered(bucket, [each for name in bucket for each in self._transfers[name]], held)
             for name in bucket:
+                if name in self._added:
+                    tensors[name].copy_(tensors[name].double() + self._added[name])
                 yield name, tensors.pop(name)
 
     def _buckets(self) -> Iterator[dict[str, Planned]]:
@@ -231,13 +236,13 @@ def weight_source(
     described = _on_all_ranks(lambda: _description(arguments, chunks, folder, limit))
     same = {each.rank: each for each in reversed(described)}
     _require("of one model", [each[2:] == described[0][2:] and each == same[each.rank] for each in described])
-    trainer = _trainer(described, folder)
+    trainer, added = _trainer(described, folder)
     parameters = {
         name: RecordedParameter(each.dtype, View.of(name, *each.shape))
         for name, each in trainer.tensors.items()
     }
     plan = plan_transfer(trainer, [EngineRecording("hub", 0, 1, parameters)])
-    return WeightSource(chunks, trainer.tensors, plan.transfers, limit)
+    return WeightSource(chunks, trainer.tensors, plan.transfers, limit, added)
 
 
 def _on_all_ranks(make: Callable[[], Any]) -> list[Any]:
@@ -326,7 +331,7 @@ def _state(
     held = {
         (f"model{index}" if len(chunks) > 1 else "model", key): tensor
         for index, chunk in enumerate(chunks)
-        for key, tensor in live_tensors(chunk).items()
+        for key, tensor in _divided(chunk)
     }
     state = defaultdict[str, dict[str, StoredTensor]](dict)
     for number, ((name, key), tensor) in enumerate(held.items()):
@@ -335,7 +340,32 @@ def _state(
     return dict(state), held
 
 
-def _trainer(described: Sequence[_Description], base: Path) -> Trainer:
+def _divided(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a chunk; those in which a gated delta net has several are divided, as in its checkpoints."""
+    for key, tensor in live_tensors(chunk).items():
+        owner = key.removesuffix(".in_proj.weight").removesuffix(".conv1d.weight")
+        net: Any = chunk.get_submodule(owner) if owner != key else None
+        if hasattr(net, "qk_dim"):
+            qk, v, heads = (each // net.tp_size for each in (net.qk_dim, net.v_dim, net.num_value_heads))
+            rows = [qk, qk, v, v, heads, heads] if key.endswith("in_proj.weight") else [qk, qk, v]
+            names = ("query", "key", "value", "z", "beta", "alpha")
+            yield from zip((f"{key}.{name}" for name in names), tensor.split(rows), strict=False)
+        else:
+            yield key, tensor
+
+
+def _unchanged(trainer: Trainer) -> tuple[dict[str, Planned], dict[str, float]]:
+    """The tensors of the Hub as Megatron stores them, and what is added to some of them: norms are stored less one."""
+    tensors, added = dict(trainer.tensors), dict[str, float]()
+    for name, planned in trainer.tensors.items():
+        source = planned.source().pieces[0].source
+        if isinstance(source, SteppedTensor) and source.step.plus:
+            tensors[name] = Planned.of(name, source.inputs[0], planned.dtype)
+            added[name] = source.step.plus
+    return tensors, added
+
+
+def _trainer(described: Sequence[_Description], base: Path) -> tuple[Trainer, dict[str, float]]:
     """The trainer whose ranks told this. Raises ReshardError if their parts are not the model of the config."""
     args, layout = described[0].arguments, described[0].layout
     facts = JoiningFacts(
@@ -352,4 +382,5 @@ def _trainer(described: Sequence[_Description], base: Path) -> Trainer:
         )
         for first, copies in trainer.holders.items()
     }
-    return replace(trainer, holders=holders)
+    tensors, added = _unchanged(trainer)
+    return replace(trainer, holders=holders, tensors=tensors), added
