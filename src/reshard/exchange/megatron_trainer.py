@@ -75,7 +75,7 @@ def described_trainer(
 
     Raises ReshardError if Megatron-Core does not compute the model, or cannot have the layout.
     """
-    sized = _sized(model)
+    sized = sized_model(model)
     layout = layout.over(sized.dims.layers)
     unit = VOCABULARY_UNIT * layout.tp
     padded = sized.padded(-(-sized.dims.vocab // unit) * unit)
@@ -126,7 +126,7 @@ def _without(view: View, storages: Collection[Storage]) -> View:
     return View(view.shape, tuple(kept))
 
 
-def _sized(model: Path) -> Model:
+def sized_model(model: Path) -> Model:
     """The model that a folder's config describes. Raises ReshardError if its family is not declared."""
     config = read_object(model / "config.json", Sources())
     family = declared(str(config.get("model_type")))

@@ -22,7 +22,7 @@ from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.values import LOCAL_PATH, StrPath, size
 from reshard.exchange.engine_recording import EngineRecording, RecordedParameter
-from reshard.exchange.megatron_trainer import Trainer, _sized, storage_name, trainer_of
+from reshard.exchange.megatron_trainer import Trainer, sized_model, storage_name, trainer_of
 from reshard.exchange.transfer_plan import Transfer, plan_transfer
 from reshard.formats.megatron.rank_files import JoiningFacts
 from reshard.formats.megatron.rank_states import MegatronRank
@@ -280,7 +280,7 @@ def _description(arguments: Arguments, chunks: Sequence[Any], base: Path, bucket
     """What this rank tells the others. Raises ReshardError for wrong arguments, and for what cannot be sent."""
     arguments.settle()
     require_groups()
-    sized, config = _sized(base), chunks[0].config
+    sized, config = sized_model(base), chunks[0].config
     require_core(sized.family, str(base))
     raise_all(_misfits(chunks, config, sized.args))
     told = {
