@@ -153,6 +153,7 @@ QWEN4_EXP = Family(
     # transformers saves one tensor per expert, and the Hub stacks them.
     live=replace(by_transformers("qwen4_exp", "Qwen4ExpForConditionalGeneration"), stacked="mlp.experts"),
     computed_by=MCORE_BRIDGE,
-    within=TOWER,
+    # Megatron-Bridge has no such model.
+    within=replace(TOWER, carried=tuple(replace(part, others={}) for part in TOWER.carried)),
     judged=(MCORE_BRIDGE,),
 )
