@@ -60,6 +60,11 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
 }
 """Small sizes; a config gets those that its class has."""
 
@@ -75,7 +80,7 @@ ALTERNATIVES = [
 LARGEST = 20_000_000
 KNOWN_TO_BE_ALIKE = {
     name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if declared(name) or name in BUILT_ALIKE
-}
+} - {"qwen4_exp"}  # its class takes no sizes of its language model, which is qwen4_exp_text
 
 
 def build(model_type: str) -> torch.nn.Module:
