@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from reshard.base.options import About
 from reshard.base.shared_options import MemoryOption
@@ -17,6 +17,15 @@ from reshard.formats.options import ConversionOptions, FolderOutput, Opening
 @dataclass(frozen=True, kw_only=True)
 class ShownOptions(FolderOutput, Opening):
     """What the folders depend on that a server shows: the options of `convert` that need no ranks."""
+
+    HELP: ClassVar = {
+        "quantize": "Quantize the linear layers (fp8, fp8-ue8m0, nvfp4; mxfp4 is for gpt-oss only).",
+        "max_shard_size": "Maximum size of a weights file. [default: 5GB]",
+        "merge": "Merge adapters into the model at --base.",
+        "fill_from": "Complete model that provides the tensors a checkpoint lacks; also used as --base.",
+        "family": "Model family of the checkpoints, overriding their config.",
+        "adapter": "Adapter to read, if a checkpoint contains several.",
+    }
 
     @property
     def conversion(self) -> ConversionOptions:

@@ -50,12 +50,6 @@ class WatchOptions(PushOptions, MemoryOption, ShownOptions, Actions):
 
     HELP: ClassVar = {
         "push_to_hub": "Upload each step to a branch of this Hugging Face repository, with the name of the step.",
-        "quantize": "Quantize the linear layers (fp8, fp8-ue8m0, nvfp4; mxfp4 is for gpt-oss only).",
-        "max_shard_size": "Maximum size of a weights file. [default: 5GB]",
-        "merge": "Merge each step, a LoRA adapter, into the model at --base.",
-        "fill_from": "Complete model that provides the tensors the steps lack; also used as --base.",
-        "family": "Model family of the steps, overriding their config.",
-        "adapter": "Adapter to read, if a step contains several.",
     }
 
     def check(self, run: Path) -> None:
