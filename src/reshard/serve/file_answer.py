@@ -64,18 +64,30 @@ class MemoryTurns:
     def __init__(self, limit: int) -> None:
         self._limit, self._used, self._released = limit, 0, asyncio.Event()
 
-    @asynccontextmanager
-    async def held(self, nbytes: int) -> AsyncIterator[None]:
-        """Hold memory during a block. What exceeds the limit alone has its turn when nobody else holds any."""
-        while self._used and self._used + nbytes > self._limit:
+    def has_room(self, nbytes: int) -> bool:
+        """Whether nobody has to wait for so much. What exceeds the limit alone fits when nobody else holds any."""
+        return not self._used or self._used + nbytes <= self._limit
+
+    async def take(self, nbytes: int) -> None:
+        """Hold memory, as soon as there is room."""
+        while not self.has_room(nbytes):
             await self._released.wait()
         self._used += nbytes
+
+    def give(self, nbytes: int) -> None:
+        """Hold less."""
+        self._used -= nbytes
+        self._released.set()
+        self._released = asyncio.Event()
+
+    @asynccontextmanager
+    async def held(self, nbytes: int) -> AsyncIterator[None]:
+        """Hold memory during a block."""
+        await self.take(nbytes)
         try:
             yield
         finally:
-            self._used -= nbytes
-            self._released.set()
-            self._released = asyncio.Event()
+            self.give(nbytes)
 
 
 class FileAnswer(StreamingResponse):
@@ -105,6 +117,7 @@ class FileAnswer(StreamingResponse):
         super().__init__((), **how)
         self.revision, self.path, self._content = revision, path, content
         self._reading, self._sending, self._on_end = reading, sending, on_end
+        self._held: list[int] = []
         self.sent, self.read = 0, 0
         self.error: str | None = "the client is gone"  # if this is cancelled
 
@@ -114,9 +127,10 @@ class FileAnswer(StreamingResponse):
         try:
             for each in self._content:
                 if isinstance(each, bytes):
-                    await send({"type": "http.response.body", "body": each, "more_body": True})
+                    await self._send(each, send)
                 else:
                     await self._send_range(each, send)
+            await self._send(b"", send)
             self.error = None
             await send({"type": "http.response.body"})
         except TimeoutError:
@@ -125,6 +139,7 @@ class FileAnswer(StreamingResponse):
             self.error = str(error)
             self.revision.checked = 0.0  # the next answer looks at the sources first
         finally:
+            self._give()
             self.revision.ranges.close()  # the disk has room again for files that were deleted meanwhile
             self._on_end(self)
 
@@ -132,12 +147,25 @@ class FileAnswer(StreamingResponse):
         ranges, thread = self.revision.ranges, partial(to_thread.run_sync, limiter=self.revision.limiter)
         for part in await thread(ranges.parts, self.path, places.start, places.stop):
             for window in await thread(part.windows):
-                async with self._sending.held(2 * len(window)):  # once more in the buffer of the connection
-                    async with self._reading.held(ranges.share.each):
-                        data, read = await thread(part.read, window)
-                    self.read += read
-                    with fail_after(STALL_SECONDS):
-                        await send({"type": "http.response.body", "body": data, "more_body": True})
-                        # What is sent next waits until this has left the buffer.
-                        await send({"type": "http.response.body", "body": b"", "more_body": True})
-                    self.sent += len(data)
+                needed = 2 * len(window)  # once more in the buffer of the connection
+                if not self._sending.has_room(needed):
+                    await self._send(b"", send)
+                    self._give()
+                await self._sending.take(needed)
+                self._held.append(needed)
+                async with self._reading.held(ranges.share.each):
+                    data, read = await thread(part.read, window)  # while the window before leaves the buffer
+                self.read += read
+                await self._send(data, send)
+                self._give(but=1)
+                self.sent += len(data)
+
+    async def _send(self, data: bytes | memoryview, send: Send) -> None:
+        """Send a part, once the one before has left the buffer of the connection. Raises TimeoutError."""
+        with fail_after(STALL_SECONDS):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def _give(self, but: int = 0) -> None:
+        """Hold no memory any more, but for the last windows."""
+        while len(self._held) > but:
+            self._sending.give(self._held.pop(0))

@@ -20,13 +20,11 @@ from reshard.transfer.batch import Batch, BlockState, batches
 from reshard.transfer.elements import overflow_problem
 from reshard.transfer.gather import Gatherer, crc_problem
 from reshard.transfer.ledger import Ledger
-from reshard.transfer.memory_budget import ThreadShare
+from reshard.transfer.memory_budget import WINDOW_BYTES, ThreadShare
 from reshard.transfer.plan import Plan
 from reshard.transfer.shared_windows import Windows
 from reshard.transfer.thread_files import OpenFiles
 
-# Bytes computed at a time, unless the tensor is transposed: whoever takes them slowly holds no more.
-SERVED_WINDOW_BYTES = 2 << 20
 # No element is wider, in bytes.
 MAX_ITEMSIZE = 16
 # Files whose batches are kept.
@@ -88,7 +86,7 @@ class RangePart:
         )
         self._streams = [BlockState(block) for block in blocks]
         is_transposed = any(map(BlockState.is_transposed, self._streams))
-        limit = self._ranges.share.wide if is_transposed else SERVED_WINDOW_BYTES
+        limit = self._ranges.share.wide if is_transposed else WINDOW_BYTES
         needed = self._batch.element_at(end + MAX_ITEMSIZE - 1)
         windows = self._batch.windows(limit, self._batch.element_at(begin))
         return [range(first, min(last, needed)) for first, last in windows if first < end]
