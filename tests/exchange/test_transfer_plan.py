@@ -134,12 +134,17 @@ def repeat_a_piece(content: dict[str, Any]) -> None:
     pieces.append(pieces[0])
 
 
+def rename_a_source(content: dict[str, Any]) -> None:
+    content["parameters"]["model.norm.weight"]["pieces"][0][0] = "model.norm.bias"
+
+
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another version": (lambda content: content.update(version=2), "version 2"),
     "no number": (lambda content: content.update(rank="first"), "rank-0.json"),
     "another rank": (lambda content: content.update(rank=5), "recording of a rank is missing"),
     "no parameters": (lambda content: content.pop("parameters"), "parameters"),
     "two sources": (repeat_a_piece, "two sources"),
+    "a name that no shape has": (rename_a_source, "does not have all elements"),
     "another model": (lambda content: content["shapes"].update({"lm_head.bias": [3]}), "lm_head.bias"),
 }
 
@@ -150,6 +155,13 @@ def test_what_cannot_be_planned_is_refused(case: str, models: dict[str, Path], t
     trainer = trainer_for(models["llama_tied"], {"tp": 1, "pp": 1})
     with pytest.raises(ReshardError, match=told):
         plan_transfer(trainer, read_recordings(spoiled(change, tmp_path)))
+
+
+def test_a_rank_that_the_trainer_does_not_have(models: dict[str, Path]) -> None:
+    trainer = trainer_for(models["llama_tied"], {"tp": 1, "pp": 1})
+    for rank in (-1, 1):
+        with pytest.raises(ReshardError, match="no such rank"):
+            plan_transfer(trainer, read_recordings(RECORDINGS / "llama_tied"), sender=rank)
 
 
 def test_no_recordings(tmp_path: Path) -> None:

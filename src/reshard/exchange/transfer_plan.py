@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Cells
-from reshard.algebra.views import Piece, View
+from reshard.algebra.views import Piece, View, covered
 from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.quantities import size
 from reshard.exchange.engine_recording import EngineRecording
@@ -123,9 +123,19 @@ def plan_transfer(
     rank can plan what it sends without the others: with `sender`, only that is planned.
     """
     raise_all(_missing(trainer, engine))
+    if sender is not None and sender not in range(trainer.ranks):
+        raise ReshardError(
+            "sender-not-in-trainer",
+            "the trainer has no such rank",
+            expected=f"a rank from 0 to {trainer.ranks - 1}",
+            found=f"sender={sender}",
+            remedy="pass the global rank of a process of the trainer",
+        )
     views = trainer.views(sender)
     transfers = [each for recording in engine for each in _sent_to(recording, trainer, views)]
-    if sender is not None:
+    if sender is None:
+        raise_all(_unsent(engine, transfers))
+    else:
         transfers = [each for each in transfers if each.sender == sender]
     loaded = {recording.rank: recording.loaded for recording in engine if recording.loaded}
     bound = sum(recording.nbytes for recording in engine)
@@ -146,6 +156,25 @@ def _sent_to(recording: EngineRecording, trainer: Trainer, views: Mapping[Any, V
             sender, place = turns[(recording.rank + trainer.order[storage]) % len(turns)]
             tensor = trainer.keys[place]
             yield Transfer(sender, recording.rank, tensor, name, stored, parameter.dtype, piece)
+
+
+def _unsent(engine: Sequence[EngineRecording], transfers: Sequence[Transfer]) -> Iterator[Problem]:
+    """Parameters of which not every recorded element is sent, exactly once: pieces of a recording do not overlap."""
+    sent: Counter[tuple[int, str]] = Counter()
+    for each in transfers:
+        sent[each.receiver, each.parameter] += each.piece.numel
+    for recording in engine:
+        for name, parameter in recording.parameters.items():
+            if sent[recording.rank, name] != (wanted := covered(parameter.view)):
+                yield Problem(
+                    "transfer-incomplete",
+                    "the trainer does not have all elements of a parameter",
+                    tensor=name,
+                    rule=f"every recorded element of rank {recording.rank} is sent once",
+                    expected=f"{wanted} elements",
+                    found=f"{sent[recording.rank, name]}",
+                    remedy="record the engine again, with the model that is trained",
+                )
 
 
 def _missing(trainer: Trainer, engine: Sequence[EngineRecording]) -> Iterator[Problem]:
