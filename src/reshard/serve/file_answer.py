@@ -134,7 +134,7 @@ class FileAnswer(StreamingResponse):
             self.error = None
             await send({"type": "http.response.body"})
         except TimeoutError:
-            self.error = f"the client took nothing for {STALL_SECONDS:.0f} seconds"
+            self.error = f"the client read nothing for {STALL_SECONDS:.0f} seconds"
         except (ReshardError, OSError) as error:
             self.error = str(error)
             self.revision.checked = 0.0  # the next answer looks at the sources first

@@ -53,7 +53,7 @@ class ServeOptions(ShownOptions, MemoryOption):
 
     port: Annotated[int, About("Port; 0 for any free one.", "N")] = 8765
     host: Annotated[
-        str, About("Address of this machine to listen at. All but 127.0.0.1 need --token.", "HOST")
+        str, About("Address to listen on. All but 127.0.0.1 need --token.", "HOST")
     ] = "127.0.0.1"
     token: Annotated[
         str | None, About("What clients must send as HF_TOKEN. [default: RESHARD_TOKEN, if set]", "TOKEN")

@@ -21,7 +21,7 @@ from reshard.final.saved_checkpoints import (
     step_of,
     steps_in,
 )
-from reshard.folders.iterations import iterations_in, name_of
+from reshard.folders.iterations import TRACKER, choose, iterations_in, name_of
 from reshard.formats import detect
 from reshard.stores import StorePath
 
@@ -156,7 +156,11 @@ def _looked_at(step: Step, folder: Path, now: int) -> FoundCheckpoint | str:
 def _checkpoint_of(step: Step, folder: Path) -> FoundCheckpoint:
     is_remote = isinstance(step.path, StorePath)
     is_settled = time.time() - step.when > SETTLED_SECONDS
-    found = [] if is_remote else checkpoint_at(step.when, step.path, folder, alone=is_settled)
+    found: FoundCheckpoint | list[str]
+    if is_remote:
+        found = _unfinished(step, folder)
+    else:
+        found = checkpoint_at(step.when, step.path, folder, alone=is_settled)
     if isinstance(found, FoundCheckpoint) and found.format != OWN_FORMAT:
         return found
     reasons = found if isinstance(found, list) else ["only the script that saved it can read it"]
@@ -164,6 +168,16 @@ def _checkpoint_of(step: Step, folder: Path) -> FoundCheckpoint:
     if not reasons and (is_remote or step.path == folder) and (format := detect(step.path)):
         return FoundCheckpoint(step.path, None, format, step.when)
     raise NotServedError("RevisionNotFound", ", ".join(reasons) or "it is no checkpoint that reshard reads")
+
+
+def _unfinished(step: Step, run: Path) -> list[str]:
+    """Why a step of a run in a store is not complete: the tracker names an earlier one."""
+    number = step_of(step.path)
+    with suppress(ReshardError):  # without a tracker, somebody has copied steps alone
+        _, tracked = choose(run)
+        if number is not None and isinstance(tracked, int) and tracked < number:
+            return [f"{TRACKER} names step {tracked}: this one was not finished"]
+    return []
 
 
 def _runs_below(top: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:

@@ -85,7 +85,7 @@ def listening(options: ServeOptions) -> socket.socket:
     except (OSError, OverflowError) as error:
         raise ReshardError(
             "address-not-usable",
-            "the server cannot listen at this address",
+            "the server cannot listen on this address",
             found=f"{options.host}:{options.port}: {getattr(error, 'strerror', None) or error}",
             remedy="choose another --port (0 takes a free one), or an address of this machine",
         ) from None
@@ -151,7 +151,7 @@ def guarded(app: ASGIApp, token: str | None) -> ASGIApp:
         if any(hmac.compare_digest(given, each) for each in allowed):
             await app(scope, receive, send)
             return
-        message = "this server wants a token: set HF_TOKEN to the one that it was started with"
+        message = "this server requires a token: set HF_TOKEN to the one it was started with"
         headers = {"WWW-Authenticate": 'Basic realm="reshard"', "X-Error-Message": message}
         await JSONResponse({"error": message}, 401, headers)(scope, receive, send)
 
