@@ -250,7 +250,7 @@ def test_the_token_of_a_client(place: Path) -> None:
         [wrong] = hub.asked([["info", "local/dense"]], HF_TOKEN="other")
         [none] = hub.asked([["snapshot_download", "local/dense"]])
     assert len(commit) == 40
-    assert all("this server wants a token: set HF_TOKEN" in each for each in (wrong, none)), (wrong, none)
+    assert all("this server requires a token: set HF_TOKEN" in each for each in (wrong, none)), (wrong, none)
 
 
 def assert_same_logits(
