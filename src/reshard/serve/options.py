@@ -52,9 +52,7 @@ class ServeOptions(ShownOptions, MemoryOption):
     """Options of a server. Each field is a flag of the same name."""
 
     port: Annotated[int, About("Port; 0 for any free one.", "N")] = 8765
-    host: Annotated[
-        str, About("Address to listen on. All but 127.0.0.1 need --token.", "HOST")
-    ] = "127.0.0.1"
+    host: Annotated[str, About("Address to listen on. All but 127.0.0.1 need --token.", "HOST")] = "127.0.0.1"
     token: Annotated[
         str | None, About("What clients must send as HF_TOKEN. [default: RESHARD_TOKEN, if set]", "TOKEN")
     ] = None
