@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reshard.algebra.layout import Layout
+from reshard.base.arguments import Arguments
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.values import StrPath
 from reshard.exchange import megatron_trainer
 from reshard.exchange import transfer_plan as planning
 from reshard.exchange.engine_recording import EngineRecording, read_recordings
-from reshard.exchange.megatron_trainer import Trainer
-from reshard.exchange.transfer_plan import TransferPlan
+from reshard.exchange.trainer import Trainer
+from reshard.exchange.transfer_plan import Nodes, TransferPlan
 
 
 @for_users()
@@ -54,7 +55,11 @@ def described_trainer(
 
 @for_users()
 def transfer_plan(
-    trainer: Trainer, engine: StrPath | Sequence[EngineRecording], *, sender: int | None = None
+    trainer: Trainer,
+    engine: StrPath | Sequence[EngineRecording],
+    *,
+    sender: int | None = None,
+    nodes: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> TransferPlan:
     """Plan what each rank of a trainer sends to each rank of an engine: every element once, from one rank.
 
@@ -66,6 +71,9 @@ def transfer_plan(
         Folder with what vLLM recorded of the model, a file for each of its ranks ([Transfers](transfer.md)).
     sender : int, optional
         Plan only what this rank of the trainer sends.
+    nodes : pair of sequences of str, optional
+        The machine of each rank of the trainer, and of each rank of the engine. What a receiver's machine has is sent
+        from there, so that links between machines carry less.
 
     Returns
     -------
@@ -83,5 +91,12 @@ def transfer_plan(
     >>> plan.engine_ranks, len(plan.sent())
     (2, 2)
     """
-    recordings = engine if isinstance(engine, Sequence) and not isinstance(engine, str) else None
-    return planning.plan_transfer(trainer, recordings or read_recordings(Path(str(engine))), sender)
+    given = engine if isinstance(engine, Sequence) and not isinstance(engine, str) else None
+    recordings = read_recordings(Path(str(engine))) if given is None else given
+    if nodes is not None and [*map(len, nodes)] != [trainer.ranks, len(recordings)]:
+        arguments = Arguments("transfer_plan")
+        arguments.reject(
+            "nodes", [*map(len, nodes)], f"{trainer.ranks} and {len(recordings)} names of machines"
+        )
+        arguments.settle()
+    return planning.plan_transfer(trainer, recordings, sender, Nodes(*nodes) if nodes else None)

@@ -5,18 +5,17 @@ The shards of each rank are those of its state dict, which the reader of rank fi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from reshard.algebra.dtypes import dtype as dtype_of
 from reshard.algebra.layout import Layout, SavedLayout
 from reshard.algebra.storage import Storage, StoredTensor
-from reshard.algebra.tensors import Cells, Tensor, cells_of
 from reshard.algebra.views import View, row_major
 from reshard.base.errors import ReshardError
+from reshard.exchange.trainer import Holders, Trainer, storages_of
 from reshard.families import declared
 from reshard.families.dialect import MEGATRON
 from reshard.families.dims import Dims
@@ -36,36 +35,6 @@ VOCABULARY_UNIT = 128
 
 RankContents = Mapping[MegatronRank, Mapping[str, Mapping[str, StoredTensor]]]
 """For each rank of the model, the state dicts of its chunks, with the place of each tensor in its memory."""
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """The tensors of a model under the Hub's names, each element at a place in the memory of a rank.
-
-    `holders` has, for each storage that `tensors` name, all that hold the same bytes, with their global ranks. `keys`
-    tells which tensor a storage is: its chunk ("model", or "model0" …) and its key in the state dict of that.
-    """
-
-    tensors: Mapping[str, Planned]
-    holders: Mapping[Storage, tuple[tuple[int, Storage], ...]]
-    ranks: int
-    keys: Mapping[Storage, tuple[str, str]]
-
-    @cached_property
-    def order(self) -> Mapping[Storage, int]:
-        """The number of each storage that `tensors` name."""
-        return {storage: number for number, storage in enumerate(self.holders)}
-
-    def views(self, rank: int | None = None) -> dict[str, View]:
-        """The tensors over storages; with `rank`, only those of which it holds elements, and only these elements."""
-        views = {name: planned.source() for name, planned in self.tensors.items()}
-        if rank is None:
-            return views
-        elsewhere = {
-            first for first, holders in self.holders.items() if rank not in (holder for holder, _ in holders)
-        }
-        own = {name: _without(view, elsewhere) for name, view in views.items()}
-        return {name: view for name, view in own.items() if view.pieces}
 
 
 def described_trainer(
@@ -113,17 +82,7 @@ def trainer_of(
         for chunk, tensors in content.items()
         for key, stored in tensors.items()
     }
-    return Trainer(hub.by_name, _holders(reader, layout), layout.world_size, keys)
-
-
-def _without(view: View, storages: Collection[Storage]) -> View:
-    """A view without the elements in some storages."""
-    kept = (
-        piece
-        for piece in view.pieces
-        if not isinstance(piece.source, Cells) or piece.source.storage not in storages
-    )
-    return View(view.shape, tuple(kept))
+    return Trainer.of(hub.by_name, _holders(reader, layout), layout.world_size, keys)
 
 
 def sized_model(model: Path) -> Model:
@@ -182,23 +141,21 @@ def _layout_args(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _holders(reader: LegacyReader, layout: Layout) -> dict[Storage, tuple[tuple[int, Storage], ...]]:
+def _holders(reader: LegacyReader, layout: Layout) -> dict[Storage, Holders]:
     """Who holds each storage: the rank that the reader found first, those whose copies it noted, and all replicas."""
     ranks = {storage_name(rank): list(_global_ranks(rank, layout)) for rank in _model_ranks(layout)}
     same: dict[Storage, list[Storage]] = {}
     for tensor in reader.tensors().values():
-        same.update({storage: [storage] for storage in _storages(tensor)})
+        same.update({storage: [storage] for storage in storages_of(tensor.view)})
     for replica in reader.collected.replicas:
-        for first, other in zip(_storages(replica.first), _storages(replica.second), strict=True):
+        for first, other in zip(
+            storages_of(replica.first.view), storages_of(replica.second.view), strict=True
+        ):
             same[first].append(other)
     return {
         first: tuple((rank, each) for each in copies for rank in ranks[each.path])
         for first, copies in same.items()
     }
-
-
-def _storages(tensor: Tensor) -> list[Storage]:
-    return [cells.storage for cells in cells_of(tensor.view)]
 
 
 def _global_ranks(rank: MegatronRank, layout: Layout) -> Iterator[int]:

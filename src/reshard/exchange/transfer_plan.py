@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,15 +13,15 @@ from reshard.algebra.views import Piece, View, covered
 from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.quantities import size
 from reshard.exchange.engine_recording import EngineRecording
-from reshard.exchange.megatron_trainer import Trainer
+from reshard.exchange.trainer import Holders, Trainer
 
 
 class Transfer(NamedTuple):
     """Elements that one rank sends to another.
 
     `piece` has their places: in the memory of `tensor` of the sender (the name of a chunk, and a key of its state
-    dict), as `stored`, and in that of `parameter` of the receiver. They are cast to the narrower of both dtypes before
-    they are sent.
+    dict), as `stored`, and in that of `parameter` of the receiver. The sender adds `added` to them, and casts them to
+    the narrower of both dtypes.
     """
 
     sender: int
@@ -31,11 +31,24 @@ class Transfer(NamedTuple):
     stored: DType
     wanted: DType
     piece: Piece
+    added: float = 0.0
+
+    @property
+    def sent(self) -> DType:
+        """The dtype in which they cross."""
+        return min(self.stored, self.wanted, key=lambda each: each.itemsize)
 
     @property
     def nbytes(self) -> int:
         """Bytes that cross."""
-        return self.piece.numel * min(self.stored.itemsize, self.wanted.itemsize)
+        return self.piece.numel * self.sent.itemsize
+
+
+class Nodes(NamedTuple):
+    """The name of the machine of each rank of the trainer, and of each rank of the engine."""
+
+    trainer: Sequence[str]
+    engine: Sequence[str]
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,6 +63,7 @@ class TransferPlan:
     engine_ranks: int
     lower_bound: int
     loaded: Mapping[int, tuple[str, ...]]
+    nodes: Nodes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +82,14 @@ class TransferPlan:
         """Bytes by sender and receiver."""
         return _by(self.transfers, lambda each: (each.sender, each.receiver))
 
+    def links(self) -> Counter[tuple[str, str]]:
+        """Bytes from one machine to another. Without `nodes`, none."""
+        if self.nodes is None:
+            return Counter()
+        trainer, engine = self.nodes
+        crossing = (each for each in self.transfers if trainer[each.sender] != engine[each.receiver])
+        return _by(crossing, lambda each: (trainer[each.sender], engine[each.receiver]))
+
     def sends_of(self, rank: int) -> list[Transfer]:
         """What one rank of the trainer sends."""
         return [each for each in self.transfers if each.sender == rank]
@@ -83,6 +105,10 @@ class TransferPlan:
             f"busiest sender {size(busiest)}, {busiest / mean if mean else 0:.2f} × the mean; "
             f"busiest receiver {size(max(received.values(), default=0))}; {len(self.pairs())} pairs",
         ]
+        if links := self.links():
+            lines.append(
+                f"{len(links)} links between machines; the busiest carries {size(max(links.values()))}"
+            )
         if names := {name for each in self.loaded.values() for name in each}:
             lines.append(f"{len(names)} tensors go whole to the engine's loader, which computes with them")
         return "\n".join(lines)
@@ -108,6 +134,7 @@ class TransferPlan:
                     "stored": each.stored.name,
                     "wanted": each.wanted.name,
                     "piece": [each.piece.start, each.piece.at, each.piece.axes],
+                    "added": each.added,
                 }
                 for each in self.transfers
             ],
@@ -115,12 +142,16 @@ class TransferPlan:
 
 
 def plan_transfer(
-    trainer: Trainer, engine: Sequence[EngineRecording], sender: int | None = None
+    trainer: Trainer,
+    engine: Sequence[EngineRecording],
+    sender: int | None = None,
+    nodes: Nodes | None = None,
 ) -> TransferPlan:
     """Plan the transfer from a trainer to the ranks of an engine. Raises ReshardError.
 
-    Ranks that hold the same elements take turns in sending them, from one receiver and one storage to the next. So a
-    rank can plan what it sends without the others: with `sender`, only that is planned.
+    Ranks that hold the same elements take turns in sending them, from one receiver and one storage to the next; with
+    `nodes`, only those on the receiver's machine, if there are any. So a rank can plan what it sends without the
+    others: with `sender`, only that is planned.
     """
     raise_all(_missing(trainer, engine))
     if sender is not None and sender not in range(trainer.ranks):
@@ -132,30 +163,43 @@ def plan_transfer(
             remedy="pass the global rank of a process of the trainer",
         )
     views = trainer.views(sender)
-    transfers = [each for recording in engine for each in _sent_to(recording, trainer, views)]
+    transfers = [each for recording in engine for each in _sent_to(recording, trainer, views, nodes)]
     if sender is None:
         raise_all(_unsent(engine, transfers))
     else:
         transfers = [each for each in transfers if each.sender == sender]
     loaded = {recording.rank: recording.loaded for recording in engine if recording.loaded}
     bound = sum(recording.nbytes for recording in engine)
-    return TransferPlan(transfers, trainer.ranks, len(engine), bound, loaded)
+    return TransferPlan(transfers, trainer.ranks, len(engine), bound, loaded, nodes)
 
 
-def _sent_to(recording: EngineRecording, trainer: Trainer, views: Mapping[Any, View]) -> Iterator[Transfer]:
+def _sent_to(
+    recording: EngineRecording, trainer: Trainer, views: Mapping[Any, View], nodes: Nodes | None
+) -> Iterator[Transfer]:
     """What one engine rank gets of some tensors. Raises ReshardError for what the trainer would have to compute."""
     for name, parameter in recording.parameters.items():
-        known = View(
-            parameter.view.shape, tuple(each for each in parameter.view.pieces if each.source in views)
-        )
-        for piece in known.through(views.__getitem__).pieces:
+        for piece in _pieces(parameter.view, views):
             if not isinstance(piece.source, Cells) or not piece.source.storage.path:
                 raise ReshardError(_computed(name, recording))
             storage, stored = piece.source
-            turns = trainer.holders[storage]
+            turns = _turns(trainer.holders[storage], recording.rank, nodes)
             sender, place = turns[(recording.rank + trainer.order[storage]) % len(turns)]
-            tensor = trainer.keys[place]
-            yield Transfer(sender, recording.rank, tensor, name, stored, parameter.dtype, piece)
+            tensor, added = trainer.keys[place], trainer.added.get(storage, 0.0)
+            yield Transfer(sender, recording.rank, tensor, name, stored, parameter.dtype, piece, added)
+
+
+def _pieces(parameter: View, views: Mapping[Any, View]) -> Sequence[Piece]:
+    """The elements of a parameter that some tensors have, in the trainer's storages."""
+    known = View(parameter.shape, tuple(each for each in parameter.pieces if each.source in views))
+    return known.through(views.__getitem__).pieces
+
+
+def _turns(holders: Holders, receiver: int, nodes: Nodes | None) -> Holders:
+    """Those of the ranks with the same elements that send them to a receiver in turns."""
+    if nodes is None:
+        return holders
+    near = tuple(each for each in holders if nodes.trainer[each[0]] == nodes.engine[receiver])
+    return near or holders
 
 
 def _unsent(engine: Sequence[EngineRecording], transfers: Sequence[Transfer]) -> Iterator[Problem]:
@@ -204,7 +248,7 @@ def _computed(name: str, recording: EngineRecording) -> Problem:
     )
 
 
-def _by(transfers: Sequence[Transfer], key: Any) -> Counter[Any]:
+def _by(transfers: Iterable[Transfer], key: Any) -> Counter[Any]:
     total: Counter[Any] = Counter()
     for each in transfers:
         total[key(each)] += each.nbytes

@@ -1,0 +1,89 @@
+"""A trainer of which this process is a rank: where its tensors are, and what the ranks tell one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from reshard.algebra.views import Axis
+from reshard.base.errors import Problem, ReshardError, raise_all
+from reshard.exchange.trainer import Trainer
+from reshard.exchange.transfer_plan import Transfer
+
+if TYPE_CHECKING:
+    import torch
+
+TensorKey = tuple[str, str]
+"""A chunk, and a key of its state dict."""
+
+
+@dataclass(frozen=True)
+class LiveTrainer:
+    """The trainer, and what returns the tensors in the memory of this rank as they are now."""
+
+    trainer: Trainer
+    memory: Callable[[], Mapping[TensorKey, torch.Tensor]]
+    form: Mapping[TensorKey, str]
+
+    def held(self) -> Mapping[TensorKey, torch.Tensor]:
+        """The tensors of this rank; collective. Raises ReshardError if those of a rank have other forms than before."""
+        held = self.memory()
+        require_alike("as when the source was made", on_all_ranks(lambda: forms(held) == self.form))
+        return held
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+        import torch
+
+        return next((each.device for each in self.memory().values()), torch.device("cpu"))
+
+
+def forms(held: Mapping[TensorKey, torch.Tensor]) -> dict[TensorKey, str]:
+    """Dtype and shape of each tensor."""
+    return {key: f"{tensor.dtype} {list(tensor.shape)}" for key, tensor in held.items()}
+
+
+def sent_elements(transfer: Transfer, held: Mapping[TensorKey, torch.Tensor]) -> torch.Tensor:
+    """What is sent of a tensor, in the dtype in which it is stored."""
+    found = elements(held[transfer.tensor], transfer.piece.start, transfer.piece.axes, 1)
+    return (found.double() + transfer.added).to(found.dtype) if transfer.added else found
+
+
+def elements(tensor: torch.Tensor, first: int, axes: Sequence[Axis], step: int) -> torch.Tensor:
+    """Elements of a tensor, counted in row-major order. Their steps are the numbers `step` of the axes."""
+    rest = tensor.detach().reshape(-1)[first:]
+    return rest.as_strided([axis[0] for axis in axes], [axis[step] for axis in axes])
+
+
+def on_all_ranks(make: Callable[[], Any]) -> list[Any]:
+    """What `make` returns on each rank. Raises the ReshardError of any rank on all."""
+    from torch import distributed
+
+    try:
+        answer = make()
+    except ReshardError as error:
+        answer = error
+    answers = [answer]
+    if distributed.is_initialized():
+        answers *= distributed.get_world_size()
+        distributed.all_gather_object(answers, answer)
+    raise_all(dict.fromkeys(each for answer in answers for each in getattr(answer, "problems", ())))
+    return answers
+
+
+def require_alike(what: str, answers: Iterable[bool]) -> None:
+    """Raise ReshardError with the ranks that answer False."""
+    raise_all(
+        Problem(
+            "weight-source-ranks-differ",
+            "the model of a rank is not that of the trainer",
+            expected=f"names, shapes, dtypes, layout and config {what}",
+            found=f"others on rank {rank}",
+            remedy="build the model in the same way on all ranks, and make a new source if it changes",
+        )
+        for rank, answer in enumerate(answers)
+        if not answer
+    )
