@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from reshard.commands.weights import Weights
     from reshard.formats.checkpoint import Checkpoint
     from reshard.live.python_api import from_pretrained, load_into
+    from reshard.live.weight_sender import weight_sender
     from reshard.live.weight_source import weight_source
     from reshard.records.reshard_json import Integrity
     from reshard.runs.doctor import Finding
@@ -76,6 +77,7 @@ __all__ = [
     "train",
     "transfer_plan",
     "verify",
+    "weight_sender",
     "weight_source",
 ]
 
@@ -95,6 +97,7 @@ _HOMES = {
     "reshard.base.errors": ("Problem", "ReshardError"),
     "reshard.formats.checkpoint": ("Checkpoint",),
     "reshard.live.python_api": ("from_pretrained", "load_into"),
+    "reshard.live.weight_sender": ("weight_sender",),
     "reshard.live.weight_source": ("weight_source",),
     "reshard.records.reshard_json": ("Integrity",),
     "reshard.commands.inspection": ("Inspection",),

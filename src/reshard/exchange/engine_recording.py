@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,19 @@ class EngineRecording:
         """The least that must arrive at this rank, in bytes."""
         return sum(each.nbytes for each in self.parameters.values())
 
+    def buckets(self, limit: int) -> list[list[str]]:
+        """Names of parameters that are sent together: those of whole modules, of at most `limit` bytes if they can."""
+        buckets, filled = list[list[str]](), limit + 1
+        for _, group in groupby(self.parameters, key=lambda name: name.rpartition(".")[0]):
+            names = list(group)
+            nbytes = sum(self.parameters[name].nbytes for name in names)
+            if filled + nbytes > limit:
+                buckets.append([])
+                filled = 0
+            buckets[-1] += names
+            filled += nbytes
+        return buckets
+
     def as_dict(self) -> dict[str, Any]:
         """The recording as JSON: each piece is a name, its first element there and here, and axes of
         (count, step there, step here)."""
@@ -84,9 +98,10 @@ class EngineRecording:
         rank, ranks = int(content["rank"]), int(content["ranks"])
         return cls(content["engine"], rank, ranks, parameters, loaded, shapes)
 
-    def save(self, path: Path) -> None:
-        """Write it to a file."""
-        put(path, self.as_dict())
+    def save(self, folder: Path) -> None:
+        """Write it to a file of its rank."""
+        folder.mkdir(parents=True, exist_ok=True)
+        put(folder / f"rank-{self.rank}.json", self.as_dict())
 
 
 def read_recordings(folder: Path) -> list[EngineRecording]:

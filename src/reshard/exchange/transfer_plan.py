@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from reshard.algebra.dtypes import DType
+from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Cells
 from reshard.algebra.views import Piece, View, covered
 from reshard.base.errors import Problem, ReshardError, raise_all
@@ -42,6 +42,21 @@ class Transfer(NamedTuple):
     def nbytes(self) -> int:
         """Bytes that cross."""
         return self.piece.numel * self.sent.itemsize
+
+    def as_dict(self) -> dict[str, Any]:
+        """It as JSON; a piece is its first element at the sender and at the receiver, and axes of
+        (count, step there, step here)."""
+        piece = [self.piece.start, self.piece.at, self.piece.axes]
+        dtypes = {"stored": self.stored.name, "wanted": self.wanted.name}
+        return {**self._asdict(), **dtypes, "piece": piece}
+
+    @classmethod
+    def of_dict(cls, content: Mapping[str, Any]) -> Transfer:
+        """What `as_dict` returned."""
+        start, at, axes = content["piece"]
+        piece = Piece(None, start, at, tuple(map(tuple, axes)))
+        dtypes = {name: dtype(content[name]) for name in ("stored", "wanted")}
+        return cls(**{**content, **dtypes, "tensor": tuple(content["tensor"]), "piece": piece})
 
 
 class Nodes(NamedTuple):
@@ -117,27 +132,14 @@ class TransferPlan:
         return f"<TransferPlan: {self.summary().splitlines()[0]}>"
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as JSON. A piece is its first element at the sender and at the receiver, and axes of
-        (count, step there, step here)."""
+        """The plan as JSON."""
         return {
             "trainer_ranks": self.trainer_ranks,
             "engine_ranks": self.engine_ranks,
             "bytes": self.nbytes,
             "lower_bound": self.lower_bound,
             "loaded": {rank: list(names) for rank, names in self.loaded.items()},
-            "transfers": [
-                {
-                    "sender": each.sender,
-                    "receiver": each.receiver,
-                    "parameter": each.parameter,
-                    "tensor": each.tensor,
-                    "stored": each.stored.name,
-                    "wanted": each.wanted.name,
-                    "piece": [each.piece.start, each.piece.at, each.piece.axes],
-                    "added": each.added,
-                }
-                for each in self.transfers
-            ],
+            "transfers": [each.as_dict() for each in self.transfers],
         }
 
 
@@ -165,7 +167,7 @@ def plan_transfer(
     views = trainer.views(sender)
     transfers = [each for recording in engine for each in _sent_to(recording, trainer, views, nodes)]
     if sender is None:
-        raise_all(_unsent(engine, transfers))
+        raise_all(unsent(engine, transfers))
     else:
         transfers = [each for each in transfers if each.sender == sender]
     loaded = {recording.rank: recording.loaded for recording in engine if recording.loaded}
@@ -202,7 +204,7 @@ def _turns(holders: Holders, receiver: int, nodes: Nodes | None) -> Holders:
     return near or holders
 
 
-def _unsent(engine: Sequence[EngineRecording], transfers: Sequence[Transfer]) -> Iterator[Problem]:
+def unsent(engine: Sequence[EngineRecording], transfers: Sequence[Transfer]) -> Iterator[Problem]:
     """Parameters of which not every recorded element is sent, exactly once: pieces of a recording do not overlap."""
     sent: Counter[tuple[int, str]] = Counter()
     for each in transfers:

@@ -44,7 +44,7 @@ class ReadTally:
             self.nbytes += nbytes
 
     def landed(self, target: torch.Tensor, source: DeferredTensor) -> None:
-        """Called before the elements of a deferred tensor are copied to `target`, unchanged but for their dtype."""
+        """Called once the elements of a deferred tensor are copied to `target`, unchanged but for their dtype."""
 
     def computed(self, source: DeferredTensor) -> None:
         """Called before something else is done with the elements of a deferred tensor."""
@@ -159,11 +159,13 @@ def _copy(target: torch.Tensor, source: DeferredTensor, *args: Any, **kwargs: An
         wide = {target.dtype, source.dtype} & {*WIDE_DTYPES}
         if wide:
             raise _of_another_precision(target, source)
-    source.tally.landed(target, source)
     if target.is_meta:
         source.tally.add(source.lazy.name, 0)
-        return target.copy_(torch.empty(source.shape, dtype=source.dtype, device="meta"))
-    return target.copy_(source.read(), *args, **kwargs)
+        target.copy_(torch.empty(source.shape, dtype=source.dtype, device="meta"))
+    else:
+        target.copy_(source.read(), *args, **kwargs)
+    source.tally.landed(target, source)
+    return target
 
 
 def _of_another_precision(target: torch.Tensor, source: DeferredTensor) -> ReshardError:

@@ -17,6 +17,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.base.quantities import size
 from reshard.base.suggest import meant
 from reshard.commands.weights import Weights
+from reshard.exchange.engine_recording import EngineRecording
 from reshard.live.deferred_tensors import DeferredTensor, ReadTally
 from reshard.live.loaded_parameters import LoadingNotes
 from reshard.live.record_loading import Landings
@@ -77,15 +78,14 @@ class WeightsForModel:
         """The shapes of the tensors of which something was used."""
         return {name: self.weights[name].shape for name in self.weights if name in self.tally.used}
 
-    def save_recording(
-        self, model: torch.nn.Module, folder: str, rank: int, ranks: int, release: str
-    ) -> None:
-        """Write where each element went to a file of this rank, if that was recorded."""
-        if isinstance(self.tally, Landings):
-            engine = f"{self._engine.name} {release}"
-            recording = self.tally.recording(model, engine, self.shapes(), rank, ranks)
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            recording.save(Path(folder) / f"rank-{rank}.json")
+    def recording(
+        self, model: torch.nn.Module, rank: int, ranks: int, release: str
+    ) -> EngineRecording | None:
+        """Where each element went in a model that is loaded, if that was recorded."""
+        if not isinstance(self.tally, Landings):
+            return None
+        engine = f"{self._engine.name} {release}"
+        return self.tally.recording(model, engine, self.shapes(), rank, ranks)
 
     def refuse_missing(self, model: torch.nn.Module, loading: LoadingNotes, reported: set[str]) -> None:
         """Raise ReshardError if the checkpoint has no weights for some parameters."""

@@ -18,12 +18,14 @@ from reshard.exchange.megatron_trainer import sized_model, storage_name, trainer
 from reshard.exchange.trainer import Trainer
 from reshard.formats.megatron.rank_files import JoiningFacts
 from reshard.formats.megatron.rank_states import MegatronRank
-from reshard.live.live_trainer import LiveTrainer, TensorKey, forms, on_all_ranks, require_alike
+from reshard.live.live_trainer import LiveTrainer, forms, on_all_ranks, require_alike
 from reshard.live.megatron_chunks import layout_of_groups, require_core, require_groups
 from reshard.live.megatron_shards import live_tensors, this_rank
 
 if TYPE_CHECKING:
     import torch
+
+    from reshard.live.packing import TensorKey
 
 
 class _Description(NamedTuple):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from reshard.algebra.views import Axis
 from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.exchange.trainer import Trainer
-from reshard.exchange.transfer_plan import Transfer
 
 if TYPE_CHECKING:
     import torch
 
-TensorKey = tuple[str, str]
-"""A chunk, and a key of its state dict."""
+    from reshard.live.packing import TensorKey
 
 
 @dataclass(frozen=True)
@@ -46,16 +43,11 @@ def forms(held: Mapping[TensorKey, torch.Tensor]) -> dict[TensorKey, str]:
     return {key: f"{tensor.dtype} {list(tensor.shape)}" for key, tensor in held.items()}
 
 
-def sent_elements(transfer: Transfer, held: Mapping[TensorKey, torch.Tensor]) -> torch.Tensor:
-    """What is sent of a tensor, in the dtype in which it is stored."""
-    found = elements(held[transfer.tensor], transfer.piece.start, transfer.piece.axes, 1)
-    return (found.double() + transfer.added).to(found.dtype) if transfer.added else found
+def trainer_rank() -> int:
+    """The global rank of this process."""
+    from torch import distributed
 
-
-def elements(tensor: torch.Tensor, first: int, axes: Sequence[Axis], step: int) -> torch.Tensor:
-    """Elements of a tensor, counted in row-major order. Their steps are the numbers `step` of the axes."""
-    rest = tensor.detach().reshape(-1)[first:]
-    return rest.as_strided([axis[0] for axis in axes], [axis[step] for axis in axes])
+    return distributed.get_rank() if distributed.is_initialized() else 0
 
 
 def on_all_ranks(make: Callable[[], Any]) -> list[Any]:

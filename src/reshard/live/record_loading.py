@@ -15,19 +15,28 @@ from reshard.live.deferred_tensors import DeferredTensor, ReadTally
 
 @dataclass(frozen=True)
 class _Landing:
-    """Elements of the Hub's tensors, and the memory that they were copied to."""
+    """Elements of the Hub's tensors, the memory that they were copied to, and the sum of what is there then."""
 
     elements: View
-    memory: int
-    offset: int
-    strides: tuple[int, ...]
+    target: torch.Tensor
+    digest: torch.Tensor
+
+    @property
+    def memory(self) -> int:
+        """The address of the memory."""
+        return int(self.target.untyped_storage().data_ptr())
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether a loader has computed with the elements in their place."""
+        return not torch.equal(_digest(self.target), self.digest)
 
 
 @dataclass
 class Landings(ReadTally):
     """A tally that also keeps where the elements of deferred tensors went."""
 
-    places: list[_Landing] = field(default_factory=list)
+    places: dict[tuple[object, ...], _Landing] = field(default_factory=dict)
     loaded: set[str] = field(default_factory=set)
 
     def landed(self, target: torch.Tensor, source: DeferredTensor) -> None:
@@ -35,10 +44,10 @@ class Landings(ReadTally):
         if target.shape != source.shape or target.is_meta:
             self.computed(source)
             return
-        memory = target.untyped_storage().data_ptr()
-        landing = _Landing(source.elements, memory, target.storage_offset(), target.stride())
+        place = (target.data_ptr(), target.shape, target.stride())
+        landing = _Landing(source.elements, target.detach(), _digest(target))
         with self._lock:
-            self.places.append(landing)
+            self.places[place] = landing  # in place of what was written there before
 
     def computed(self, source: DeferredTensor) -> None:
         """Keep that a tensor was read for something else than a copy."""
@@ -55,14 +64,18 @@ class Landings(ReadTally):
     ) -> EngineRecording:
         """What was recorded, once a model is loaded. `shapes` are those of the tensors that were used."""
         by_memory: dict[int, list[_Landing]] = {}
-        for landing in self.places:
+        for landing in self.places.values():
             by_memory.setdefault(landing.memory, []).append(landing)
         parameters = {}
         for name, parameter in model.named_parameters():
             landings = by_memory.pop(parameter.untyped_storage().data_ptr(), None)
-            if landings and parameter.is_contiguous():
+            if not landings:
+                continue
+            if parameter.is_contiguous() and not any(each.is_computed for each in landings):
                 kind = dtype(str(parameter.dtype).removeprefix("torch."))
                 parameters[name] = RecordedParameter(kind, _view(parameter, landings))
+            else:
+                by_memory[parameter.untyped_storage().data_ptr()] = landings
         elsewhere = {str(each) for each in _sources(by_memory)}  # to what a loader computed with afterwards
         return EngineRecording(
             engine, rank, ranks, parameters, tuple(sorted(self.loaded | elsewhere)), dict(shapes)
@@ -74,10 +87,17 @@ def _view(parameter: torch.Tensor, landings: list[_Landing]) -> View:
     pieces: dict[tuple[int, tuple[tuple[int, int], ...]], Piece] = {}
     begin = parameter.storage_offset()
     for each in landings:
-        placed = each.elements.in_memory(parameter.numel(), each.strides, each.offset - begin)
+        target = each.target
+        placed = each.elements.in_memory(parameter.numel(), target.stride(), target.storage_offset() - begin)
         for piece in placed.pieces:
             pieces[piece.at, tuple((count, step) for count, _, step in piece.axes)] = piece
     return View((parameter.numel(),), tuple(pieces.values()))
+
+
+def _digest(target: torch.Tensor) -> torch.Tensor:
+    """The sum of the bits of the elements, which stays on their device."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.itemsize]
+    return target.detach().view(bits).sum(dtype=torch.int64)
 
 
 def _sources(by_memory: Mapping[int, list[_Landing]]) -> Iterator[object]:

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import vllm
 from vllm.config import get_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    weight_transfer,
+)
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader import register_model_loader
@@ -24,10 +29,15 @@ from vllm.platforms import current_platform
 
 from reshard.base.errors import ReshardError
 from reshard.commands.weights import Weights
+from reshard.exchange.engine_recording import EngineRecording
 from reshard.live import engine_loading, vllm_companions
 from reshard.live.engine_loading import EngineModel, InferenceEngine, WeightsForModel
 from reshard.live.loaded_parameters import LoadingNotes
 
+TRANSFERS = {
+    "WeightTransferEngineFactory": "ReshardTransferEngine",
+    "WeightTransferTrainerFactory": "ReshardTrainerEngine",
+}
 # vLLM prints only the messages of its own loggers
 ENGINE = InferenceEngine("vLLM", init_logger("vllm.reshard"), BaseKVCacheMethod)
 
@@ -37,18 +47,38 @@ def register() -> None:
     """Make reshard's load format, config format and tokenizer mode known to vLLM, which calls this in each process."""
     register_model_loader(engine_loading.LOAD_FORMAT)(VLLMLoader)
     vllm_companions.register(engine_loading.LOAD_FORMAT)
+    for factory, kind in TRANSFERS.items():
+        register_engine = getattr(weight_transfer, factory).register_engine
+        register_engine(engine_loading.LOAD_FORMAT, "reshard.live.vllm_transfer", kind)
 
 
 @dataclass
 class LoadedModel:
-    """What is in a model: the path that vLLM had for it at first and has now, and the shapes of the tensors it used."""
+    """What is in a model: the path that vLLM had for it at first and has now, and the shapes of the tensors it used.
+
+    `recording` says where these are in its parameters, if that is asked for.
+    """
 
     first: str
     path: str
     shapes: engine_loading.TensorShapes
+    recording: EngineRecording | None
 
 
 _LOADED: WeakKeyDictionary[torch.nn.Module, LoadedModel] = WeakKeyDictionary()
+
+
+def recording_of(model: torch.nn.Module) -> EngineRecording:
+    """What was recorded while a model was loaded. Raises ReshardError if nothing was."""
+    loaded = _LOADED.get(model)
+    if loaded is None or loaded.recording is None:
+        raise ReshardError(
+            "transfer-engine-not-recorded",
+            "what the engine made of the tensors that it loaded was not recorded",
+            rule="only the loader of reshard knows where each element is in the engine's parameters",
+            remedy="start the engine with --load-format reshard",
+        )
+    return loaded.recording
 
 
 class VLLMLoader(BaseModelLoader):  # type: ignore[misc]
@@ -66,16 +96,19 @@ class VLLMLoader(BaseModelLoader):  # type: ignore[misc]
         """Load a model. Raises ReshardError if a parameter is not in the checkpoint, or does not fit it."""
         _refuse_what_needs_another_loader(model, model_config)
         options = self._options_of(model_config)
-        record = options.get("record", "")
-        filling = WeightsForModel(ENGINE, _open_weights(model_config, options), record=bool(record))
+        folder = options.get("record")
+        record = bool(folder) or _transfers_weights()
+        filling = WeightsForModel(ENGINE, _open_weights(model_config, options), record=record)
         with LoadingNotes(model) as loading:
             reported = model.load_weights(filling.tensors())
         shared = engine_loading.shared_by_draft(model) if model_config.runner_type == "draft" else ()
         filling.refuse_missing(model, loading, {*(reported or ()), *shared})
         filling.report(loading)
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        filling.save_recording(model, record, rank, ranks, vllm.__version__)
-        _LOADED[model] = LoadedModel(model_config.model, model_config.model, filling.shapes())
+        recording = filling.recording(model, rank, ranks, vllm.__version__)
+        if recording and folder:
+            recording.save(Path(folder))
+        _LOADED[model] = LoadedModel(model_config.model, model_config.model, filling.shapes(), recording)
 
     def get_all_weights(
         self, model_config: Any, model: torch.nn.Module
@@ -106,6 +139,12 @@ class VLLMLoader(BaseModelLoader):  # type: ignore[misc]
             target = get_current_vllm_config().speculative_config.target_model_config
             return self._options if model_config.model == target.model else {}
         return self._options
+
+
+def _transfers_weights() -> bool:
+    """Whether the engine will get new weights through the backend of reshard."""
+    transfer = getattr(get_current_vllm_config(), "weight_transfer_config", None)
+    return transfer is not None and transfer.backend == engine_loading.LOAD_FORMAT
 
 
 def _open_weights(model_config: Any, options: Mapping[str, Any]) -> Weights:

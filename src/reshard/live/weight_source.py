@@ -11,20 +11,22 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.algebra.dtypes import DType
 from reshard.algebra.views import View
 from reshard.base.arguments import Arguments
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.values import LOCAL_PATH, StrPath, size
 from reshard.exchange.engine_recording import EngineRecording, RecordedParameter
+from reshard.exchange.messages import Message
 from reshard.exchange.transfer_plan import Transfer, plan_transfer
 from reshard.live.live_chunks import live_chunks
-from reshard.live.live_trainer import LiveTrainer, TensorKey, elements, on_all_ranks, sent_elements
+from reshard.live.live_trainer import LiveTrainer, on_all_ranks
 from reshard.live.megatron_chunks import inner_model, is_chunk
 from reshard.transfer.plan import Planned
 
 if TYPE_CHECKING:
     import torch
+
+    from reshard.live.packing import TensorKey
 
 
 class ParamMeta(NamedTuple):
@@ -102,35 +104,31 @@ def _gathered(
         name: torch.empty(each.shape, dtype=getattr(torch, each.dtype.name), device=device)
         for name, each in bucket.items()
     }
-    sends = defaultdict[tuple[int, DType], list[Transfer]](list)
+    sent = defaultdict[int, list[Transfer]](list)
     for transfer in transfers:
-        sends[transfer.sender, transfer.stored].append(transfer)
-    for sent in sends.values():
-        _broadcast(sent, held, tensors, device)
+        sent[transfer.sender].append(transfer)
+    for sender, each in sent.items():
+        _broadcast(Message.of(0, sender, 0, each), held, tensors, device)
     return tensors
 
 
 def _broadcast(
-    transfers: Sequence[Transfer],
+    message: Message,
     held: Mapping[TensorKey, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> None:
-    """Move what one rank has in one dtype, by one buffer, into the tensors of all ranks; collective."""
+    """Move what one rank has into the tensors of all ranks; collective."""
     import torch
 
-    sender, counts = transfers[0].sender, [each.piece.numel for each in transfers]
-    buffer = torch.empty(sum(counts), dtype=getattr(torch, transfers[0].stored.name), device=device)
-    parts = [
-        (each, part.view([count for count, _, _ in each.piece.axes]))
-        for each, part in zip(transfers, buffer.split(counts), strict=True)
-    ]
-    if sender == torch.distributed.get_rank():
-        for each, part in parts:
-            part.copy_(sent_elements(each, held))
-    torch.distributed.broadcast(buffer.view(torch.uint8), sender)
-    for each, part in parts:
-        elements(tensors[each.parameter], each.piece.at, each.piece.axes, 2).copy_(part)
+    from reshard.live.packing import packed, unpack
+
+    if message.sender == torch.distributed.get_rank():
+        buffer = packed(message, held, device)
+    else:
+        buffer = torch.empty(message.nbytes, dtype=torch.uint8, device=device)
+    torch.distributed.broadcast(buffer, message.sender)
+    unpack(message, buffer, tensors)
 
 
 def layerwise(names: Iterable[str]) -> list[list[str]]:

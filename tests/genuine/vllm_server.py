@@ -1,0 +1,90 @@
+"""A vLLM server that takes new weights, and what it answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+from tests.environments import python
+
+PROMPTS = ([5, 17, 99, 3, 41], [200, 11, 7])
+READY_SECONDS = 240
+
+
+class Server:
+    """A running server."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+        self.process, self.url, self.log = process, url, log
+
+    def post(self, path: str, content: dict[str, Any]) -> Any:
+        """The answer to a request."""
+        headers = {"Content-Type": "application/json"}
+        with urlopen(Request(f"{self.url}/{path}", json.dumps(content).encode(), headers), timeout=300) as got:
+            return json.loads(got.read() or b"null")
+
+    def answers(self, model: str) -> list[Any]:
+        """The tokens after each prompt, with their log-probabilities and those of the prompt."""
+        told = {"model": model, "max_tokens": 8, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+        found = []
+        for prompt in PROMPTS:
+            (choice,) = self.post("v1/completions", {**told, "prompt": prompt, "prompt_logprobs": 1})["choices"]
+            prompted = [sorted(each["logprob"] for each in one.values()) for one in choice["prompt_logprobs"][1:]]
+            found.append([choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"], prompted])
+        return found
+
+    def kill(self) -> None:
+        """Kill all its processes at once."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def serving(
+    model: Path, log: Path, *, tp: int = 1, dtype: str = "float32", env: dict[str, str] | None = None, options: tuple[str, ...] = ()
+) -> Iterator[Server]:
+    """A server of a model."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        *(python("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)),
+        *("--load-format", "reshard", "--weight-transfer-config", '{"backend": "reshard"}', "--enforce-eager"),
+        *("--max-model-len", "64", "--max-num-seqs", "4", "--dtype", dtype, "--skip-tokenizer-init"),
+        *("--return-tokens-as-token-ids", "--gpu-memory-utilization", "0.5", "--served-model-name", "m"),
+        *("--tensor-parallel-size", str(tp), *options),
+    ]
+    binding = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1" if tp == 2 else "0"}
+    told = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **binding, **(env or {})}
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=out, stderr=out, env={**os.environ, **told}, start_new_session=True
+        )
+    server = Server(process, f"http://127.0.0.1:{port}", log)
+    try:
+        _wait(server)
+        yield server
+    finally:
+        if process.poll() is None:
+            server.kill()
+
+
+def _wait(server: Server) -> None:
+    until = time.monotonic() + READY_SECONDS
+    while time.monotonic() < until and server.process.poll() is None:
+        try:
+            with urlopen(f"{server.url}/health", timeout=5):
+                return
+        except (URLError, OSError):
+            time.sleep(0.5)
+    raise RuntimeError(f"the server did not start:\n{server.log.read_text(errors='replace')[-4000:]}")
