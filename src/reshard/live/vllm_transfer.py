@@ -114,19 +114,10 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
         """Fill the parameters of one bucket while those of the next are received."""
         layers = LayersOf(self.model)
         ahead = deque[list[Incoming]]()
-        for number, bucket in enumerate(self._buckets):
-            while len(ahead) < AHEAD and number + len(ahead) < len(self._buckets):
-                ahead.append([_begun(meeting, each) for each in self._buckets[number + len(ahead)]])
-            received = ahead.popleft()
-            for each in received:
-                meeting.end(each.work)
-            parameters = list(
-                dict.fromkeys(each.parameter for message in bucket for each in message.transfers)
-            )
-            new += parameters
-            with layers.filling(parameters) as targets:
-                for each in received:
-                    unpack(each.message, each.buffer, targets)
+        for number in range(len(self._buckets)):
+            for bucket in self._buckets[number + len(ahead) : number + AHEAD]:
+                ahead.append([_begun(meeting, message) for message in bucket])
+            _fill(layers, ahead.popleft(), meeting, new)
 
     def finish_weight_update(self) -> None:
         """Let attention layers compute what they derive from their weights."""
@@ -152,6 +143,17 @@ class Incoming(NamedTuple):
 def _begun(meeting: Meeting, message: Message) -> Incoming:
     buffer = torch.empty(message.nbytes, dtype=torch.uint8, device=meeting.device)
     return Incoming(message, buffer, meeting.receive(buffer, message.sender))
+
+
+def _fill(layers: LayersOf, received: Sequence[Incoming], meeting: Meeting, new: list[str]) -> None:
+    """Wait for the messages of a bucket, and fill the parameters; their names are added to `new`."""
+    for each in received:
+        meeting.end(each.work)
+    names = dict.fromkeys(transfer.parameter for each in received for transfer in each.message.transfers)
+    new += names
+    with layers.filling(list(names)) as parameters:
+        for each in received:
+            unpack(each.message, each.buffer, parameters)
 
 
 def _by_bucket(sent: Sequence[Message]) -> list[list[Message]]:

@@ -1,0 +1,143 @@
+"""The weights of a running trainer in a running vLLM, after each step: those of the checkpoint of that step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import reshard
+from reshard.algebra.layout import Layout
+from reshard.exchange.engine_recording import EngineRecording, read_recordings
+from tests.environments import python
+from tests.exchange.memory import loaded
+from tests.genuine import kept_updates
+from tests.genuine.megatron import tokens
+
+pytest.importorskip("megatron.core")
+
+from tests.genuine.train_megatron import train_and_save
+from tests.genuine.vllm_server import serving
+from tests.live.transfer_rounds import BUCKET, Sent, send_round
+
+pytestmark = pytest.mark.slow
+
+Models = Callable[..., Path]
+SIZES = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+STEPS = 5
+HEADER_BYTES = 200
+"""Most bytes that gloo sends with each message, and the store in each round and engine."""
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "layout", "engines"),
+    [
+        ("qwen3", SIZES, Layout(tp=2), (1,)),
+        ("qwen3_tied", SIZES, Layout(tp=2, pp=2), (2,)),
+        ("qwen3_moe", SIZES, Layout(tp=2, ep=2), (2,)),
+        ("qwen3_moe", SIZES, Layout(pp=2, ep=2), (1,)),
+        ("deepseek_v3", {}, Layout(tp=2), (1,)),
+        ("qwen3_5_text", {}, Layout(tp=2), (1,)),
+        ("qwen3", SIZES, Layout(dp=2), (1, 1)),
+    ],
+)
+def test_each_step_is_served(
+    family: str,
+    sizes: dict[str, Any],
+    layout: Layout,
+    engines: tuple[int, ...],
+    hf_model: Models,
+    tmp_path: Path,
+) -> None:
+    model = hf_model(family, dtype="bfloat16", **sizes)
+    reshard.convert(model, tmp_path / "start", to="megatron", transformer_impl="local")
+    start = reshard.open(tmp_path / "start").checkpoint
+    (tmp_path / "steps").mkdir()
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(_recording(model, tmp_path / f"engine-{i}", tp))
+            for i, tp in enumerate(engines)
+        ]
+        train_and_save(
+            {**start.description.args},
+            tmp_path / "run",
+            tokens(),
+            checkpoint=start.path,
+            layout=layout,
+            steps=STEPS,
+            lr=1e-2,
+            observe=partial(send_round, [each.url for each in servers], model, tmp_path / "steps"),
+        )
+    recordings = [read_recordings(tmp_path / f"engine-{i}/recording") for i in range(len(engines))]
+    for step in range(STEPS + 1):
+        folder = tmp_path / f"steps/step-{step}"
+        sent = [Sent(*json.loads((folder / f"rank-{rank}").read_text())) for rank in range(layout.world_size)]
+        _assert_bytes(sent, [each for engine in recordings for each in engine])
+        hub = load_file(folder / "model.safetensors")
+        for number, engine in enumerate(recordings):
+            for each in engine:
+                kept = torch.load(tmp_path / f"engine-{number}/update-{step + 1}-rank-{each.rank}.pt")
+                _assert_parameters(kept["parameters"], each, hub)
+                assert kept["most"] <= 2 * max(BUCKET, _largest(each))
+    found = [json.loads((tmp_path / f"steps/step-{step}/answers").read_text()) for step in range(STEPS + 1)]
+    assert found[0] != found[1] != found[-1]
+    for number, tp in enumerate(engines):
+        assert [each[number] for each in found] == _answers_after_loading(tmp_path, tp)
+
+
+def _recording(model: Path, out: Path, tp: int) -> Any:
+    env = kept_updates.prepare(out)
+    options = ("--model-loader-extra-config", json.dumps({"record": str(out / "recording")}))
+    return serving(model, out / "log", tp=tp, dtype="bfloat16", env=env, options=options)
+
+
+def _assert_bytes(sent: list[Sent], engines: list[EngineRecording]) -> None:
+    """Elements are sent once, and nothing but short headers besides."""
+    assert sum(each.payload for each in sent) == sum(each.nbytes for each in engines)
+    for each in sent:
+        headers = each.sockets - each.payload
+        assert 0 <= headers <= HEADER_BYTES * (each.messages + 20)
+        assert each.most <= 2 * max(BUCKET, max(map(_largest, engines)))
+
+
+def _largest(engine: EngineRecording) -> int:
+    return max(sum(engine.parameters[name].nbytes for name in names) for names in engine.buckets(BUCKET))
+
+
+def _assert_parameters(
+    kept: dict[str, torch.Tensor], engine: EngineRecording, hub: dict[str, torch.Tensor]
+) -> None:
+    assert kept.keys() == engine.parameters.keys()
+    numbers = {name: tensor.float().numpy() for name, tensor in hub.items()}
+    for name, values in loaded(engine, numbers).items():
+        known = ~np.isnan(values)
+        np.testing.assert_array_equal(kept[name].float().reshape(-1).numpy()[known], values[known])
+
+
+def _answers_after_loading(folder: Path, tp: int) -> list[Any]:
+    """What vLLM answers once it has loaded the checkpoint of each step by itself."""
+    steps = [folder / f"steps/step-{step}" for step in range(STEPS + 1)]
+    command = [
+        python("vllm"),
+        "-m",
+        "tests.genuine.vllm_server",
+        folder / "answers",
+        "bfloat16",
+        str(tp),
+        *steps,
+    ]
+    binding = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1" if tp == 2 else "0"}
+    env = {**os.environ, **binding, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return json.loads((folder / "answers").read_text())
