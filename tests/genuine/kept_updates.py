@@ -39,14 +39,17 @@ def prepare(out: Path) -> dict[str, str]:
     """The variables with which a server must be started."""
     (out / "site").mkdir(parents=True)
     (out / "site/sitecustomize.py").write_text(SITE)
-    return {"KEEP_IN": str(out), "PYTHONPATH": f"{out / 'site'}:{Path.cwd()}"}
+    paths = (out / "site", Path.cwd(), *filter(None, [os.environ.get("PYTHONPATH")]))
+    return {"KEEP_IN": str(out), "PYTHONPATH": ":".join(map(str, paths))}
 
 
 def watch(module: Any) -> None:
     """Keep what passes through the backend."""
     import torch
 
-    engine, layers, begun = module.ReshardTransferEngine, module.LayersOf, module._begun
+    from reshard.live.transfer_meeting import Meeting
+
+    engine, layers, receiving = module.ReshardTransferEngine, module.LayersOf, Meeting.receive
     kept: dict[str, Any] = {}
     memory = {"now": 0, "most": 0}
     filling, receive = layers.filling, engine.receive_weights
@@ -57,12 +60,11 @@ def watch(module: Any) -> None:
             yield targets
             kept.update({name: tensor.detach().clone() for name, tensor in targets.items()})
 
-    def counted(*given: Any) -> Any:
-        incoming = begun(*given)
-        memory["now"] += incoming.buffer.nbytes
+    def counted(meeting: Any, buffer: torch.Tensor, sender: int) -> int:
+        memory["now"] += buffer.nbytes
         memory["most"] = max(memory["most"], memory["now"])
-        weakref.finalize(incoming.buffer, freed, incoming.buffer.nbytes)
-        return incoming
+        weakref.finalize(buffer, freed, buffer.nbytes)
+        return receiving(meeting, buffer, sender)
 
     def freed(nbytes: int) -> None:
         memory["now"] -= nbytes
@@ -72,4 +74,4 @@ def watch(module: Any) -> None:
         path = f"{os.environ['KEEP_IN']}/update-{info.number}-rank-{self.parallel_config.rank}.pt"
         torch.save({"parameters": dict(kept), "most": memory["most"]}, path)
 
-    layers.filling, module._begun, engine.receive_weights = keeping, counted, received
+    layers.filling, Meeting.receive, engine.receive_weights = keeping, counted, received

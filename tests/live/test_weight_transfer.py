@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,12 +23,14 @@ from reshard.exchange.engine_recording import EngineRecording, read_recordings
 from tests.environments import python
 from tests.exchange.memory import loaded
 from tests.genuine import kept_updates
+from tests.genuine.hub_names import rewritten, rounded_delta_norms
 from tests.genuine.megatron import tokens
 
 pytest.importorskip("megatron.core")
 
 from tests.genuine.train_megatron import train_and_save
 from tests.genuine.vllm_server import serving
+from tests.live.test_weight_source import rounded_bias
 from tests.live.transfer_rounds import BUCKET, Sent, send_round
 
 pytestmark = pytest.mark.slow
@@ -46,7 +49,7 @@ HEADER_BYTES = 200
         ("qwen3_tied", SIZES, Layout(tp=2, pp=2), (2,)),
         ("qwen3_moe", SIZES, Layout(tp=2, ep=2), (2,)),
         ("qwen3_moe", SIZES, Layout(pp=2, ep=2), (1,)),
-        ("deepseek_v3", {}, Layout(tp=2), (1,)),
+        ("deepseek_v3", {}, Layout(tp=2, ep=2), (1,)),
         ("qwen3_5_text", {}, Layout(tp=2), (1,)),
         ("qwen3", SIZES, Layout(dp=2), (1, 1)),
     ],
@@ -59,7 +62,8 @@ def test_each_step_is_served(
     hf_model: Models,
     tmp_path: Path,
 ) -> None:
-    model = hf_model(family, dtype="bfloat16", **sizes)
+    model = shutil.copytree(hf_model(family, dtype="bfloat16", **sizes), tmp_path / "model")
+    rewritten(model, rounded_bias, rounded_delta_norms)
     reshard.convert(model, tmp_path / "start", to="megatron", transformer_impl="local")
     start = reshard.open(tmp_path / "start").checkpoint
     (tmp_path / "steps").mkdir()

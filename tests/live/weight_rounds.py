@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -25,11 +26,15 @@ SOURCES: dict[Path, WeightSource] = {}
 
 
 class Counted:
-    """Bytes that `torch.empty` made and that are still there, their most, and the bytes that this rank broadcast."""
+    """Bytes that `torch.empty` made and that are still there, their most, and the bytes that this rank broadcast.
+
+    Only one thread is counted.
+    """
 
     def __init__(self) -> None:
         self.now = self.most = self.sent = 0
         self.buffers: list[int] = []
+        self._thread = get_ident()
 
     def _freed(self, nbytes: int) -> None:
         self.now -= nbytes
@@ -41,6 +46,8 @@ class Counted:
 
         def counted(*args: Any, **options: Any) -> Any:
             made = empty(*args, **options)
+            if get_ident() != self._thread:
+                return made
             self.now += made.nbytes
             self.most = max(self.most, self.now)
             weakref.finalize(made, self._freed, made.nbytes)
@@ -49,7 +56,7 @@ class Counted:
         def sending(tensor: torch.Tensor, source: int) -> None:
             self.sent += tensor.nbytes * (source == distributed.get_rank())
             self.buffers.append(tensor.nbytes)
-            broadcast(tensor, source)
+            broadcast(tensor.view(torch.int8), source)  # gloo lets go of what it gets a moment later
 
         torch.empty, distributed.broadcast = counted, sending  # type: ignore[assignment]
         try:

@@ -146,4 +146,4 @@ def _trainer(described: Sequence[_Description], base: Path) -> Trainer:
         )
         for first, copies in trainer.holders.items()
     }
-    return replace(trainer, holders=holders)
+    return replace(trainer, holders=holders, ranks=len(described))

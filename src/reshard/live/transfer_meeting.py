@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Meeting:
     def __init__(self, store: distributed.TCPStore, timeout: float) -> None:
         self._store, self._limit = store, timedelta(seconds=timeout)
         self._group: Any = None
+        self._works, self._numbers = dict[int, tuple[distributed.Work, torch.Tensor]](), count()
 
     @classmethod
     def at(cls, host: str, port: int, timeout: float, *, opened: bool = False) -> Meeting:
@@ -44,7 +46,7 @@ class Meeting:
                 host, port, is_master=opened, timeout=limit, wait_for_workers=False, multi_tenant=opened
             )
         except RuntimeError as error:
-            raise ReshardError(_lost(f"the store of the trainer at {host}:{port}", error)) from error
+            raise ReshardError(_failed(f"the store of the trainer at {host}:{port}", error)) from error
         return cls(store, timeout)
 
     @property
@@ -87,9 +89,9 @@ class Meeting:
             yield
         except Exception as error:
             self.leave()
-            known = isinstance(error, ReshardError)
-            problems = error.problems if isinstance(error, ReshardError) else [_lost(about, error)]
-            first = self._share(problems, 0 if known else FIRST_WORD)
+            lost = isinstance(error, (ConnectionError, distributed.DistError))
+            problems = error.problems if isinstance(error, ReshardError) else [_failed(about, error, lost)]
+            first = self._share(problems, FIRST_WORD if lost else 0)
             raise ReshardError(dict.fromkeys([*first, *also()])) from cause_of(error)
 
     def connect(self, rank: int, ranks: int, device: torch.device) -> None:
@@ -101,23 +103,31 @@ class Meeting:
             kind, self.device = distributed.ProcessGroupNCCL, device
         self._group = kind(distributed.PrefixStore("group", self._store), rank, ranks, self._limit)
 
-    def send(self, buffer: torch.Tensor, receiver: int) -> distributed.Work:
-        """Begin to send."""
-        return self._group.send([buffer], receiver, 0)
+    def send(self, buffer: torch.Tensor, receiver: int) -> int:
+        """Begin to send. The number is for `end`."""
+        return self._begun(self._group.send([buffer], receiver, 0), buffer)
 
-    def receive(self, buffer: torch.Tensor, sender: int) -> distributed.Work:
-        """Begin to receive."""
-        return self._group.recv([buffer], sender, 0)
+    def receive(self, buffer: torch.Tensor, sender: int) -> int:
+        """Begin to receive. The number is for `end`."""
+        return self._begun(self._group.recv([buffer], sender, 0), buffer)
 
-    def end(self, begun: distributed.Work) -> None:
-        """Wait until something is sent or received."""
-        begun.wait(self._limit)
+    def end(self, number: int) -> torch.Tensor:
+        """The buffer that was sent or received, once it is."""
+        try:
+            self._works[number][0].wait(self._limit)
+        except RuntimeError as error:
+            raise ConnectionError(str(error)) from error
+        return self._works.pop(number)[1]
 
     def leave(self) -> None:
-        """Close all connections, so that nobody waits for this rank."""
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
+        """Close all connections, so that nobody waits for this rank: gloo does once nothing refers to them."""
+        self._works.clear()
+        self._group = None
+
+    def _begun(self, work: distributed.Work, buffer: torch.Tensor) -> int:
+        number = next(self._numbers)
+        self._works[number] = (work, buffer)
+        return number
 
     def _failure(self) -> list[Problem]:
         known = self._store.check([FAILED]) and self._store.get(FAILED)
@@ -136,13 +146,22 @@ class Meeting:
         return first or problems
 
 
-def _lost(about: str, error: Exception) -> Problem:
+def _failed(about: str, error: Exception, lost: bool = True) -> Problem:
+    """The problem of a connection that is lost, or of what a rank did with what it has."""
+    message = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if lost:
+        return Problem(
+            "transfer-rank-lost",
+            "the connection to a rank was lost, or did not come about",
+            file=about,
+            found=message,
+            remedy="look into the log of that rank, restart it, and connect again",
+        )
     return Problem(
-        "transfer-rank-lost",
-        "the connection to a rank was lost, or did not come about",
-        file=about,
-        found=str(error).splitlines()[0] if str(error) else type(error).__name__,
-        remedy="look into the log of that rank, restart it, and connect again",
+        "transfer-rank-failed",
+        "a rank failed while weights were transferred",
+        found=f"{type(error).__name__}: {message}",
+        remedy="look into the logs of the trainer and of the engines, and connect again",
     )
 
 

@@ -86,14 +86,13 @@ class WeightSender:
     def _send(self, held: Mapping[TensorKey, torch.Tensor]) -> None:
         from reshard.live.packing import packed
 
-        sending = deque[tuple[Any, Any]]()
+        sending = deque[int]()
         for message in self._messages:
             if len(sending) == IN_FLIGHT:
-                self._meeting.end(sending.popleft()[0])
-            buffer = packed(message, held, self._meeting.device)
-            sending.append((self._meeting.send(buffer, message.receiver), buffer))
-        while sending:
-            self._meeting.end(sending.popleft()[0])
+                self._meeting.end(sending.popleft())
+            sending.append(self._meeting.send(packed(message, held, self._meeting.device), message.receiver))
+        for number in sending:
+            self._meeting.end(number)
 
     def _begin(self, method: str, *given: Any) -> list[Future[None]]:
         return _on_each(self._engines, self._meeting, methodcaller(method, *given))
