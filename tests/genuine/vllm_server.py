@@ -69,6 +69,7 @@ def serving(
     dtype: str = "float32",
     env: dict[str, str] | None = None,
     options: tuple[str, ...] = (),
+    transfers: bool = True,
 ) -> Iterator[Server]:
     """A server of a model."""
     from tests.environments import python

@@ -40,7 +40,7 @@ def send_round(urls: list[str], base: Path, out: Path, chunks: list[Any], step: 
         before = sockets()
         source = reshard.weight_source(chunks, base=base)
         sender = reshard.weight_sender(source, urls, bucket=BUCKET, timeout=120)
-        made = sockets().keys() - before.keys()
+        made = sockets(sender._meeting.port).keys() - before.keys()
         _CONNECTED.update(source=source, sender=sender, sockets=made)
     sender, counted = _CONNECTED["sender"], Counted()
     before = sockets()
@@ -62,14 +62,16 @@ def send_round(urls: list[str], base: Path, out: Path, chunks: list[Any], step: 
     (folder / f"rank-{rank}").write_text(json.dumps(found))
 
 
-def sockets() -> dict[int, int]:
-    """The bytes that each TCP socket of this process has sent, by the inode of the socket."""
+def sockets(store: int = 0) -> dict[int, int]:
+    """The bytes that each TCP socket of this process has sent, by the inode of the socket, but for those of a store."""
     found = {}
     for each in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it is closed by now, or no TCP socket
             target = str(each.readlink())
             if target.startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(each.name))) as opened:
+                    if store in (opened.getsockname()[1], opened.getpeername()[1]):
+                        continue
                     told = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                     found[int(target[8:-1])] = int.from_bytes(told[TCP_INFO_SENT], "little")
     return found

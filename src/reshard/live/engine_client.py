@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from reshard.base.errors import ReshardError
@@ -48,6 +48,7 @@ class VLLMServer:
             self._post("resume", {})
 
     def _post(self, path: str, content: dict[str, Any]) -> None:
+        """Raise ReshardError for what the server refuses, and OSError if it does not answer."""
         request = Request(
             f"{self._url}/{path}", json.dumps(content).encode(), {"Content-Type": "application/json"}
         )
@@ -55,9 +56,8 @@ class VLLMServer:
             with urlopen(request, timeout=self._timeout) as response:
                 response.read()
         except HTTPError as error:
-            raise self._refused(path, f"{error.code}: {error.read(2000).decode(errors='replace')}") from error
-        except (URLError, OSError) as error:
-            raise self._refused(path, str(error)) from error
+            found = f"{error.code}: {error.read(2000).decode(errors='replace')}"
+            raise self._refused(path, found) from error
 
     def _refused(self, path: str, found: str) -> ReshardError:
         return ReshardError(

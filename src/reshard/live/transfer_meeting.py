@@ -23,7 +23,7 @@ POLL = 0.01
 """Seconds between two looks into the store."""
 FIRST_WORD = 3.0
 """Seconds in which the rank that failed may say why, before another one says that it is lost."""
-FAILED = "failed"
+FAILED, TOLD = "failed", "told"
 
 
 class Meeting:
@@ -31,6 +31,9 @@ class Meeting:
 
     device = torch.device("cpu")
     """Where the buffers are that are sent and received."""
+    ranks = 1
+    """How many ranks meet, as far as it is known."""
+    _opened = False
 
     def __init__(self, store: distributed.TCPStore, timeout: float) -> None:
         self._store, self._limit = store, timedelta(seconds=timeout)
@@ -47,7 +50,9 @@ class Meeting:
             )
         except RuntimeError as error:
             raise ReshardError(_failed(f"the store of the trainer at {host}:{port}", error)) from error
-        return cls(store, timeout)
+        meeting = cls(store, timeout)
+        meeting._opened = opened
+        return meeting
 
     @property
     def port(self) -> int:
@@ -89,13 +94,14 @@ class Meeting:
             yield
         except Exception as error:
             self.leave()
-            lost = isinstance(error, (ConnectionError, distributed.DistError))
+            lost = isinstance(error, (OSError, distributed.DistError))
             problems = error.problems if isinstance(error, ReshardError) else [_failed(about, error, lost)]
             first = self._share(problems, FIRST_WORD if lost else 0)
             raise ReshardError(dict.fromkeys([*first, *also()])) from cause_of(error)
 
     def connect(self, rank: int, ranks: int, device: torch.device) -> None:
         """Make the process group of all ranks once each of them is ready for it; collective. CUDA if all have that."""
+        self.ranks = ranks
         self.put(f"ready {rank}", device.type)
         kinds = {self.take(f"ready {each}") for each in range(ranks)}
         kind, self.device = (distributed.ProcessGroupGloo, torch.device("cpu"))
@@ -136,14 +142,23 @@ class Meeting:
     def _share(self, problems: list[Problem], wait: float = 0) -> list[Problem]:
         """The problems of the first rank that failed, which are these if none has within `wait` seconds."""
         until = time.monotonic() + wait
+        first = list[Problem]()
         try:
             while not (first := self._failure()) and time.monotonic() < until:
                 time.sleep(POLL)
             if not first:
                 self.fail(problems)
+            self._stay_until_told()
         except RuntimeError:  # the rank that has the store is lost
-            first = []
+            return problems
         return first or problems
+
+    def _stay_until_told(self) -> None:
+        """The store ends with the rank that has it: let the others look first. Lost ones never do."""
+        told, until = self._store.add(TOLD, 1), time.monotonic() + FIRST_WORD
+        while self._opened and told < self.ranks and time.monotonic() < until:
+            time.sleep(POLL)
+            told = self._store.add(TOLD, 0)
 
 
 def _failed(about: str, error: Exception, lost: bool = True) -> Problem:

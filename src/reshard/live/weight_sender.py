@@ -215,6 +215,7 @@ def _connected(
     opened = Meeting.at(host, 0, timeout, opened=True) if rank == 0 else None
     host, port = on_all_ranks(lambda: (host, opened.port if opened else 0))[0]
     meeting = opened or Meeting.at(host, port, timeout)
+    meeting.ranks = ranks
     told = {"host": host, "port": port, "trainer_ranks": ranks, "engines": len(engines)}
     told |= {"bucket": bucket, "timeout": timeout}
     mine = engines if rank == 0 else []
