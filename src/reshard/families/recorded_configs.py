@@ -65,7 +65,8 @@ def _rope_differences(expected: Config, config: Config, recorded: Config) -> Ite
     """
     own = _by_layer(_recorded_rope(recorded))
     base = _with_defaults(rope_parameters(config), expected.get(ROPE) or {})
-    pairs = [(_by_layer(base)[kind], own[kind]) for kind in _by_layer(base).keys() & own.keys()]
+    shared = [(_by_layer(base)[kind], own[kind]) for kind in _by_layer(base).keys() & own.keys()]
+    pairs = [pair for pair in shared if None not in pair]  # a kind of layer may have none
     for theirs, each in pairs:
         if "rope_type" in each and _type(theirs) != _type(each):
             yield ConfigDifference("rope_type", _type(theirs), _type(each), True, {}, WHERE)
