@@ -20,7 +20,7 @@ from reshard.live.weight_receiver import Invitation, WeightReceiver
 from tests.exchange.memory import loaded
 from tests.genuine.mcore import models
 from tests.genuine.mcore.models import build_model
-from tests.live.weight_rounds import Counted
+from tests.live.rounds import Counted
 
 BUCKET = 40_000
 

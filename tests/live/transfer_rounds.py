@@ -15,7 +15,7 @@ from torch import distributed
 
 import reshard
 from tests.genuine.vllm_server import Server
-from tests.live.weight_rounds import Counted
+from tests.live.rounds import Counted
 
 BUCKET = 40_000
 TCP_INFO_SENT = slice(200, 208)

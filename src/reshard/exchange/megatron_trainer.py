@@ -5,7 +5,7 @@ The shards of each rank are those of its state dict, which the reader of rank fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from reshard.algebra.layout import Layout, SavedLayout
 from reshard.algebra.storage import Storage, StoredTensor
 from reshard.algebra.views import View, row_major
 from reshard.base.errors import ReshardError
-from reshard.exchange.trainer import Holders, Trainer, storages_of
+from reshard.exchange.trainer import Trainer, holders_of
 from reshard.families import declared
 from reshard.families.dialect import MEGATRON
 from reshard.families.dims import Dims
@@ -55,13 +55,22 @@ def described_trainer(
     states = RankStates(native, sized.args, layout, transformer_engine)
     contents = {rank: _in_memory(states, rank, layout, etp) for rank, etp in _model_ranks(layout).items()}
     facts = JoiningFacts.of_args({**sized.args, **_layout_args(layout)})
-    return trainer_of(contents, facts, layout, model, sized.args)
+    ranks = {storage_name(rank): _global_ranks(rank, layout) for rank in contents}
+    return trainer_of(contents, facts, layout, model, sized.args, ranks)
 
 
 def trainer_of(
-    contents: RankContents, facts: JoiningFacts, layout: Layout, model: Path, args: Mapping[str, Any]
+    contents: RankContents,
+    facts: JoiningFacts,
+    layout: Layout,
+    model: Path,
+    args: Mapping[str, Any],
+    ranks: Mapping[str, Sequence[int]],
 ) -> Trainer:
-    """A trainer whose ranks have these state dicts; `model` is the folder of the config."""
+    """A trainer whose ranks have these state dicts; `model` is the folder of the config.
+
+    `ranks` has the global ranks with the same state dicts by the path of their storages.
+    """
     pairs = stage_ranks(layout)
     reader = LegacyReader(facts, {pair: rank % layout.etp for pair, rank in pairs.items()})
     reader.read(contents)
@@ -82,7 +91,8 @@ def trainer_of(
         for chunk, tensors in content.items()
         for key, stored in tensors.items()
     }
-    return Trainer.of(hub.by_name, _holders(reader, layout), layout.world_size, keys)
+    holders = holders_of(reader.tensors().values(), reader.collected.replicas, ranks)
+    return Trainer.of(hub.by_name, holders, sum(map(len, ranks.values())), keys)
 
 
 def sized_model(model: Path) -> Model:
@@ -141,25 +151,8 @@ def _layout_args(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _holders(reader: LegacyReader, layout: Layout) -> dict[Storage, Holders]:
-    """Who holds each storage: the rank that the reader found first, those whose copies it noted, and all replicas."""
-    ranks = {storage_name(rank): list(_global_ranks(rank, layout)) for rank in _model_ranks(layout)}
-    same: dict[Storage, list[Storage]] = {}
-    for tensor in reader.tensors().values():
-        same.update({storage: [storage] for storage in storages_of(tensor.view)})
-    for replica in reader.collected.replicas:
-        for first, other in zip(
-            storages_of(replica.first.view), storages_of(replica.second.view), strict=True
-        ):
-            same[first].append(other)
-    return {
-        first: tuple((rank, each) for each in copies for rank in ranks[each.path])
-        for first, copies in same.items()
-    }
-
-
-def _global_ranks(rank: MegatronRank, layout: Layout) -> Iterator[int]:
+def _global_ranks(rank: MegatronRank, layout: Layout) -> list[int]:
     """The global ranks with the same part of the model, in Megatron-Core's order tp-cp-ep-dp-pp."""
     in_stage = stage_ranks(layout)[rank.tp, rank.ep]
-    for replica in range(layout.dp):
-        yield (rank.pp * layout.dp + replica) * layout.stage_ranks + in_stage
+    stages = range(rank.pp * layout.dp, (rank.pp + 1) * layout.dp)
+    return [stage * layout.stage_ranks + in_stage for stage in stages]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from reshard.algebra.storage import Storage
-from reshard.algebra.tensors import Cells, cells_of
+from reshard.algebra.tensors import Cells, Replica, Tensor, cells_of
 from reshard.algebra.views import View
 from reshard.formats.stepped_tensor import SteppedTensor
 from reshard.transfer.plan import Planned
@@ -50,8 +51,13 @@ class Trainer:
 
     @cached_property
     def order(self) -> Mapping[Storage, int]:
-        """The number of each storage that `tensors` name."""
-        return {storage: number for number, storage in enumerate(self.holders)}
+        """The number of each storage among those that the same ranks hold."""
+        order, counted = dict[Storage, int](), Counter[tuple[int, ...]]()
+        for storage, holders in self.holders.items():
+            ranks = tuple(rank for rank, _ in holders)
+            order[storage] = counted[ranks]
+            counted[ranks] += 1
+        return order
 
     def views(self, rank: int | None = None) -> dict[str, View]:
         """The tensors over storages; with `rank`, only those of which it holds elements, and only these elements."""
@@ -73,6 +79,22 @@ def _without(view: View, storages: Collection[Storage]) -> View:
         if not isinstance(piece.source, Cells) or piece.source.storage not in storages
     )
     return View(view.shape, tuple(kept))
+
+
+def holders_of(
+    tensors: Iterable[Tensor], replicas: Iterable[Replica], ranks: Mapping[str, Iterable[int]]
+) -> dict[Storage, Holders]:
+    """Who holds each storage of some tensors: the `ranks` that have its path, and those that have its replicas'."""
+    same = {storage: {storage: None} for tensor in tensors for storage in storages_of(tensor.view)}
+    for replica in replicas:
+        for first, other in zip(
+            storages_of(replica.first.view), storages_of(replica.second.view), strict=True
+        ):
+            same[first][other] = None
+    return {
+        first: tuple((rank, each) for each in copies for rank in ranks[each.path])
+        for first, copies in same.items()
+    }
 
 
 def storages_of(view: View) -> list[Storage]:

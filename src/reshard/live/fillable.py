@@ -26,15 +26,15 @@ def sharded_otherwise(module: torch.nn.Module, file: str) -> Iterator[Problem]:
     if any(FSDP1_CLASS in (kind.__name__ for kind in type(each).__mro__) for each in module.modules()):
         yield Problem(
             "live-module-in-fsdp1",
-            "a module that is sharded by FullyShardedDataParallel (FSDP1) cannot be filled",
+            "a module is sharded by FullyShardedDataParallel (FSDP1)",
             file=file,
-            rule="its state_dict has copies of the tensors, which nothing would read again",
-            remedy="fill the module before you wrap it, or shard it with fully_shard (FSDP2)",
+            rule="its state_dict has copies of the tensors, not those that it computes with",
+            remedy="shard it with fully_shard (FSDP2), or fill it before you wrap it",
         )
     if any(_is_partitioned(each) for each in module.parameters()):
         yield Problem(
             "live-module-in-zero3",
-            "a module that is partitioned by DeepSpeed ZeRO-3 cannot be filled",
+            "a module is partitioned by DeepSpeed ZeRO-3",
             file=file,
             rule="its parameters have no elements while they are not gathered",
             remedy=f"fill it on all ranks in the block `{GATHERED_EXAMPLE}`, before deepspeed.initialize",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +17,7 @@ from reshard.exchange.megatron_trainer import sized_model, storage_name, trainer
 from reshard.exchange.trainer import Trainer
 from reshard.formats.megatron.rank_files import JoiningFacts
 from reshard.formats.megatron.rank_states import MegatronRank
-from reshard.live.live_trainer import LiveTrainer, forms, on_all_ranks, require_alike
+from reshard.live.live_trainer import LiveTrainer, forms, not_plain, on_all_ranks, require_alike
 from reshard.live.megatron_chunks import layout_of_groups, require_core, require_groups
 from reshard.live.megatron_shards import live_tensors, this_rank
 
@@ -81,19 +80,7 @@ def _misfits(chunks: Sequence[Any], config: Any, args: Mapping[str, Any]) -> lis
             for name in ("num_attention_heads", "num_query_groups", "rotary_interleaved")
             if args.get(name) not in (None, getattr(config, name, args.get(name)))
         ),
-        *(
-            Problem(
-                "weight-source-tensor-not-plain",
-                "a tensor of the trainer has no elements in memory of its own",
-                tensor=key,
-                found=f"{type(tensor.detach()).__name__} on {tensor.device}",
-                rule="quantized and sharded tensors have their elements elsewhere",
-                remedy="keep the parameters in bfloat16, and do not shard them with FSDP",
-            )
-            for chunk in chunks
-            for key, tensor in live_tensors(chunk).items()
-            if type(tensor.detach()).__name__ != "Tensor" or tensor.is_meta
-        ),
+        *(each for chunk in chunks for each in not_plain(live_tensors(chunk))),
     ]
 
 
@@ -137,13 +124,7 @@ def _trainer(described: Sequence[_Description], base: Path) -> Trainer:
         experts=int(args.get("num_experts") or 0),
         tied=not args.get("untie_embeddings_and_output_weights", False),
     )
-    trainer = trainer_of({each.rank: each.state for each in described}, facts, layout, base, args)
     paths = [storage_name(each.rank) for each in described]
     ranks = {path: [rank for rank, other in enumerate(paths) if other == path] for path in paths}
-    holders = {
-        first: tuple(
-            (rank, each) for each in dict.fromkeys(copy for _, copy in copies) for rank in ranks[each.path]
-        )
-        for first, copies in trainer.holders.items()
-    }
-    return replace(trainer, holders=holders, ranks=len(described))
+    contents = {each.rank: each.state for each in described}
+    return trainer_of(contents, facts, layout, base, args, ranks)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from reshard.algebra.dtypes import BY_NAME
 from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.exchange.trainer import Trainer
 
@@ -41,6 +42,21 @@ class LiveTrainer:
 def forms(held: Mapping[TensorKey, torch.Tensor]) -> dict[TensorKey, str]:
     """Dtype and shape of each tensor."""
     return {key: f"{tensor.dtype} {list(tensor.shape)}" for key, tensor in held.items()}
+
+
+def not_plain(tensors: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
+    """A problem for each tensor whose elements are not in memory as they are."""
+    for key, tensor in tensors.items():
+        kind, of = type(tensor.detach()).__name__, str(tensor.dtype).removeprefix("torch.")
+        if kind != "Tensor" or tensor.is_meta or of not in BY_NAME:
+            yield Problem(
+                "weight-source-tensor-not-plain",
+                "a tensor of the trainer has no elements in memory of its own",
+                tensor=key,
+                found=f"{kind} of {of} on {tensor.device}",
+                rule="quantized tensors and Megatron-Core's in FSDP have their elements elsewhere",
+                remedy="keep the parameters in bfloat16, in memory, and those of Megatron-Core outside of FSDP",
+            )
 
 
 def trainer_rank() -> int:

@@ -1,4 +1,4 @@
-"""`reshard.weight_source`: the weights of a running Megatron-Core trainer as complete tensors of the Hub.
+"""`reshard.weight_source`: the weights of a running trainer as complete tensors of the Hub.
 
 The trainer is a checkpoint whose storages are the parameters of its ranks, and what is moved is planned as for an
 engine of one rank that holds the Hub's tensors (`exchange/`); each element is broadcast once, by the rank that the plan
@@ -18,8 +18,10 @@ from reshard.base.values import LOCAL_PATH, StrPath, size
 from reshard.exchange.engine_recording import EngineRecording, RecordedParameter
 from reshard.exchange.messages import Message
 from reshard.exchange.transfer_plan import Transfer, plan_transfer
+from reshard.live.fillable import is_module
 from reshard.live.live_chunks import live_chunks
-from reshard.live.live_trainer import LiveTrainer, on_all_ranks
+from reshard.live.live_dtensors import live_module
+from reshard.live.live_trainer import LiveTrainer, on_all_ranks, require_alike, trainer_rank
 from reshard.live.megatron_chunks import inner_model, is_chunk
 from reshard.transfer.plan import Planned
 
@@ -123,11 +125,12 @@ def _broadcast(
 
     from reshard.live.packing import packed, unpack
 
-    if message.sender == torch.distributed.get_rank():
+    if message.sender == trainer_rank():
         buffer = packed(message, held, device)
     else:
         buffer = torch.empty(message.nbytes, dtype=torch.uint8, device=device)
-    torch.distributed.broadcast(buffer, message.sender)
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast(buffer, message.sender)
     unpack(message, buffer, tensors)
 
 
@@ -152,9 +155,9 @@ def layerwise(names: Iterable[str]) -> list[list[str]]:
 
 @for_users()
 def weight_source(
-    chunks: torch.nn.Module | Sequence[torch.nn.Module], *, base: StrPath, bucket: int | str = "256MiB"
+    module: torch.nn.Module | Sequence[torch.nn.Module], *, base: StrPath, bucket: int | str = "256MiB"
 ) -> WeightSource:
-    """The weights of a running Megatron-Core trainer as complete tensors under the Hub's names.
+    """The weights of a running trainer as complete tensors under the Hub's names.
 
     Every rank calls it, and then iterates over what it returns once for each round: after a step of training, for
     example, to hand the weights to an engine. Values and dtypes are those that `convert` would write of a checkpoint
@@ -162,9 +165,9 @@ def weight_source(
 
     Parameters
     ----------
-    chunks : torch.nn.Module or sequence of torch.nn.Module
-        The model chunks of this rank, one for each virtual pipeline stage. The layout is that of Megatron-Core's
-        process groups.
+    module : torch.nn.Module or sequence of torch.nn.Module
+        A model of transformers, plain, or of DTensors, as FSDP2 and tensor parallelism make them. For Megatron-Core,
+        the model chunks of this rank, one for each virtual pipeline stage; the layout is that of its process groups.
     base : str or path-like
         Hugging Face folder whose config describes the model.
     bucket : int or str
@@ -180,26 +183,30 @@ def weight_source(
     ------
     ReshardError
         The same one on all ranks: if the models of ranks differ, or the config describes another one; if Megatron-Core
-        does not compute the family; or if a tensor is not only moved.
+        does not compute the family of its chunks; or if a tensor is not only moved.
 
     Examples
     --------
     >>> for name, tensor in reshard.weight_source(model, base="model"):  # doctest: +SKIP
     ...     engine.load(name, tensor)
     >>> import torch
-    >>> reshard.weight_source(torch.nn.Linear(2, 2), base="model")
+    >>> reshard.weight_source([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], base="model")
     Traceback (most recent call last):
         ...
-    reshard.base.errors.ReshardError: weight_source: wrong value for chunks...
+    reshard.base.errors.ReshardError: weight_source: wrong value for module...
     """
     arguments = Arguments("weight_source")
-    chunks = list(map(inner_model, chunks if isinstance(chunks, (list, tuple)) else [chunks]))
-    if not chunks or not all(map(is_chunk, chunks)):
-        arguments.reject("chunks", list(map(type, chunks)), "the model chunks of a rank of Megatron-Core")
+    modules = list(map(inner_model, module if isinstance(module, (list, tuple)) else [module]))
+    are_chunks = bool(modules) and all(map(is_chunk, modules))
+    if not are_chunks and not (len(modules) == 1 and is_module(modules[0])):
+        arguments.reject("module", list(map(type, modules)), "a torch module, or the chunks of Megatron-Core")
     folder = arguments.check("base", base, LOCAL_PATH)
     limit = arguments.check("bucket", bucket, size("bucket"))
     on_all_ranks(arguments.settle)
-    live = live_chunks(chunks, folder, {"bucket": limit})
+    kinds = on_all_ranks(lambda: are_chunks)
+    require_alike("of one kind of model", [kind == kinds[0] for kind in kinds])
+    told = {"bucket": limit}
+    live = live_chunks(modules, folder, told) if are_chunks else live_module(modules[0], folder, told)
     parameters = {
         name: RecordedParameter(each.dtype, View.of(name, *each.shape))
         for name, each in live.trainer.tensors.items()

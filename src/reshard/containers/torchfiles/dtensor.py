@@ -94,6 +94,39 @@ class Placement(NamedTuple):
         return self.kind + arguments.get(self.kind, "")
 
 
+class Spread(NamedTuple):
+    """How the ranks of a mesh share a tensor: one placement for each axis of the mesh.
+
+    The axes cut from left to right, unless `ordered` has them in another order. `_StridedShard` is another way to
+    express that order. torch 2.10 records both, 2.13 the one that applies.
+    """
+
+    placements: tuple[Placement, ...]
+    mesh: Mesh
+    ordered: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.placements))} on a mesh of {self.mesh}"
+
+    def part(self, name: str, dtype: DType, shape: tuple[int, ...], local: Any, file: str) -> RankPart:
+        """The part of a tensor of `shape` that a rank has as `local`. Raises ReshardError if they do not fit."""
+        placements, mesh = self.placements, self.mesh
+        _check_placements(name, placements, file)
+        if len(placements) != len(mesh.shape):
+            raise ValueError(f"{len(placements)} placements on a mesh of {len(mesh.shape)} axes")
+        axes = _owned(shape, placements, mesh, self._order())
+        _check_local(name, local, dtype, axes, str(self), file)
+        boxes = tuple(_boxes(Tensor.stored(local).view, axes)) if local.numel else ()
+        return RankPart("DTensor", dtype, shape, str(self), boxes, mesh.rank, mesh.ranks)
+
+    def _order(self) -> list[int]:
+        """The mesh axes in the order in which they cut."""
+        axes = range(len(self.placements))
+        if any(placement.kind == "_StridedShard" for placement in self.placements):
+            return list(axes)
+        return [*self.ordered, *(axis for axis in axes if axis not in self.ordered)]
+
+
 def is_sharded(value: Any) -> bool:
     """Whether a value of a state dict is a `DTensor` or a `ShardedTensor`."""
     return _class_of(value) in ("DTensor", "ShardedTensor")
@@ -126,17 +159,9 @@ class RankPartReader:
         _, dtype, shape, *_ = value.args[2]
         state = _attributes(value.args[3])
         spec = _attributes(state["_spec"])
-        mesh = self._mesh(spec["mesh"])
-        placements = tuple(map(_placement, spec["placements"]))
-        _check_placements(name, placements, self._file)
-        if len(placements) != len(mesh.shape):
-            raise ValueError(f"{len(placements)} placements on a mesh of {len(mesh.shape)} axes")
-        spread = f"{', '.join(map(str, placements))} on a mesh of {mesh}"
-        dtype, shape, local = element_type(dtype), shape_of(shape), state["_local_tensor"]
-        axes = _owned(shape, placements, mesh, _order(spec, placements))
-        _check_local(name, local, dtype, axes, spread, self._file)
-        boxes = tuple(_boxes(Tensor.stored(local).view, axes)) if local.numel else ()
-        return RankPart("DTensor", dtype, shape, spread, boxes, mesh.rank, mesh.ranks)
+        ordered = [axis for entry in spec.get("shard_order") or () for axis in sizes(entry.args[1])]
+        spread = Spread(tuple(map(_placement, spec["placements"])), self._mesh(spec["mesh"]), tuple(ordered))
+        return spread.part(name, element_type(dtype), shape_of(shape), state["_local_tensor"], self._file)
 
     @property
     def meshes(self) -> Sequence[Mesh]:
@@ -236,18 +261,6 @@ def _check_placements(name: str, placements: Sequence[Placement], file: str) -> 
                 found=placement.kind,
                 remedy="redistribute the tensor to Replicate() or Shard(0) before it is saved",
             )
-
-
-def _order(spec: dict[str, Any], placements: Sequence[Placement]) -> list[int]:
-    """The mesh axes in the order in which they cut: from left to right, unless `shard_order` says otherwise.
-
-    `_StridedShard` is another way to express that order. torch 2.10 records both, 2.13 the one that applies.
-    """
-    count = len(placements)
-    if any(placement.kind == "_StridedShard" for placement in placements):
-        return list(range(count))
-    order = [axis for entry in spec.get("shard_order") or () for axis in sizes(entry.args[1])]
-    return [*order, *(axis for axis in range(count) if axis not in order)]
 
 
 def _check_local(
