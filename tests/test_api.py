@@ -38,7 +38,7 @@ FUNCTIONS = (
         "load_into",
         "open",
     ),
-    *("stream", "support", "train", "transfer_plan", "verify", "weight_source"),
+    *("stream", "support", "train", "transfer_plan", "verify", "weight_sender", "weight_source"),
 )
 COMMANDS_ALONE = ("help", "mcp", "serve", "watch")
 IN_MODULES = {"guard": "run"}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -38,8 +41,12 @@ pytestmark = pytest.mark.slow
 Models = Callable[..., Path]
 SIZES = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 LATENT = {
-    **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64},
-    **{"num_attention_heads": 4, "num_key_value_heads": 4},
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
 }
 DELTA_NET = {**SIZES, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 """Sizes for which vLLM has kernels of a CPU."""
@@ -151,3 +158,23 @@ def _answers_after_loading(folder: Path, tp: int) -> list[Any]:
     ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return json.loads((folder / "answers").read_text())
+
+
+def test_the_script_of_the_documentation(hf_model: Models, tmp_path: Path) -> None:
+    model = hf_model("qwen3", dtype="bfloat16", **SIZES)
+    page = (Path(__file__).parents[2] / "docs/transfer.md").read_text()
+    script = next(
+        part for part in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "weight_sender" in part
+    )
+    (tmp_path / "model").symlink_to(model)
+    with serving(model, tmp_path / "log", dtype="bfloat16") as server:
+        before = server.answers()
+        on_cpu = "from tests.genuine.mcore import cpu_patches\n\ncpu_patches.enable()\n"
+        (tmp_path / "train.py").write_text(on_cpu + script.replace("http://localhost:8000", server.url))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        path = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, "PYTHONPATH": path}
+        subprocess.run([*torchrun, "train.py"], cwd=tmp_path, env=env, check=True)
+        with urlopen(f"{server.url}/weight_info") as told:
+            assert json.loads(told.read()) == {"weight_version": "step-2"}
+        assert server.answers() != before

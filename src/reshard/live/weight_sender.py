@@ -174,6 +174,10 @@ def weight_sender(
     --------
     >>> sender = reshard.weight_sender(source, "http://localhost:8000")  # doctest: +SKIP
     >>> sender.send()  # doctest: +SKIP
+    >>> reshard.weight_sender("model", "http://localhost:8000")
+    Traceback (most recent call last):
+        ...
+    reshard.base.errors.ReshardError: weight_sender: wrong value for source...
     """
     arguments = Arguments("weight_sender")
     arguments.check("source", source, SOURCE)
