@@ -105,6 +105,46 @@ def test_one_module_suggests_names() -> None:
     assert users == {"reshard.base.suggest"}
 
 
+def _imported_later(path: Path) -> Iterator[tuple[str, str, str]]:
+    """What a module imports when it is first used: module, name there, name here."""
+    for block in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(block, ast.With) and "imported_later" in ast.unparse(block.items[0]):
+            for node in block.body:
+                assert isinstance(node, ast.ImportFrom) and node.module, ast.unparse(node)
+                yield from ((node.module, each.name, each.asname or each.name) for each in node.names)
+
+
+def _needed_at_once(tree: ast.AST) -> Iterator[ast.AST | None]:
+    """Expressions of which Python needs the values themselves."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef():
+                yield from (*node.bases, *node.decorator_list)
+            case ast.FunctionDef():
+                yield from node.decorator_list
+            case ast.ExceptHandler():
+                yield node.type
+            case ast.Compare():
+                yield from (node.left, *node.comparators)
+            case ast.BinOp(op=ast.Add() | ast.Div()):
+                yield from (node.left, node.right)
+
+
+LATER = [path for path in MODULES if "with imported_later(__name__)" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", LATER, ids=name_of)
+def test_what_is_imported_later_is_called_or_asked(path: Path) -> None:
+    """A stand-in is no constant, no base, no decorator, and nothing that `except` or `==` can take."""
+    later = {here: (module, name) for module, name, here in _imported_later(path)}
+    values = {
+        here: getattr(__import__(module, fromlist=[name]), name) for here, (module, name) in later.items()
+    }
+    assert [name for name, value in values.items() if isinstance(value, str | int | tuple | frozenset)] == []
+    needed = {ast.unparse(each) for each in _needed_at_once(ast.parse(path.read_text("utf-8"))) if each}
+    assert needed & later.keys() == set()
+
+
 def _targets(path: Path) -> set[str]:
     """The modules that one imports anywhere, where a name that is imported from a package may be a module itself."""
     found = set()

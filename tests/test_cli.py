@@ -177,19 +177,57 @@ def test_open_takes_what_inspect_takes() -> None:
 
 
 def loaded(program: str, *words: object) -> set[str]:
-    """The top-level modules that a program has loaded at its end."""
-    code = f"import sys\n{program}\nprint('loaded', *{{name.partition('.')[0] for name in sys.modules}})"
+    """The modules that a program has loaded at its end."""
+    code = f"import atexit, sys\natexit.register(lambda: print('\\nloaded', *sys.modules))\n{program}"
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=True
     )
     return set(done.stdout.splitlines()[-1].split()[1:])
 
 
+def packages(modules: set[str]) -> set[str]:
+    """The packages of other projects among modules."""
+    top = {name.partition(".")[0] for name in modules}
+    return {name for name in top - sys.stdlib_module_names if not name.startswith("_")} & REQUIRED
+
+
+def parts(modules: set[str], package: str) -> set[str]:
+    """What is loaded of the packages in a package of reshard, without what declares them."""
+    below = (name.removeprefix(f"reshard.{package}.") for name in modules if f"reshard.{package}." in name)
+    return {name.partition(".")[0] for name in below if "." in name}
+
+
+REQUIRED = {"click", "isal", "jinja2", "ml_dtypes", "numpy", "packaging", "rich", "torch", "xxhash", "yaml"}
+RUN = "from reshard.__main__ import main\nmain()"
+
+
 def test_the_command_line_starts_without_what_it_may_not_need() -> None:
-    modules = loaded("import reshard.cli")
-    assert "reshard" in modules and not modules & {"numpy", "torch", "yaml", "isal"}
+    modules = loaded(RUN, "--help")
+    assert packages(modules) == {"click"}
+    assert {name for name in modules if name.startswith("reshard.")} <= {
+        *("reshard.__main__", "reshard.version", "reshard.base", "reshard.cli"),
+        *("reshard.cli.options", "reshard.cli.usage"),
+        *(name for name in modules if name.startswith("reshard.base.")),
+    }
     modules = loaded("import reshard; reshard.__version__")
-    assert not modules & {"numpy", "torch", "click", "rich"}
+    assert not packages(modules)
+
+
+def test_a_command_imports_what_the_format_needs(model: Path, megatron: Path, tmp_path: Path) -> None:
+    """Of other formats, only their declarations; of engines, families and stores, what this one asks for."""
+    modules = loaded(RUN, "inspect", model)
+    assert packages(modules) == {"click", "isal", "packaging", "rich"}
+    assert parts(modules, "formats") == parts(modules, "live") == parts(modules, "runs") == set()
+    assert not {name for name in modules if name.startswith(("reshard.codecs.", "reshard.planning"))}
+    assert {"reshard.formats.huggingface", "reshard.formats.megatron"} <= modules
+    families = {name for name in modules if name.startswith("reshard.families.architectures.")}
+    assert {name.rpartition(".")[2] for name in families} == {"llama", "qwen2", "qwen3"}
+    modules = loaded(RUN, "inspect", megatron)
+    assert parts(modules, "formats") == {"megatron"} and "yaml" not in packages(modules)
+    assert not {"reshard.formats.megatron.legacy", "reshard.formats.megatron.zarr"} & modules
+    modules = loaded(RUN, "convert", model, tmp_path / "out", "--to", "megatron", "--no-tokenizer")
+    assert parts(modules, "formats") == {"megatron"} and "yaml" not in packages(modules)
+    assert not {"reshard.model.quantizer", "reshard.planning.merged_source"} & modules
 
 
 def test_no_framework_is_loaded_to_inspect_convert_and_verify(model: Path, tmp_path: Path) -> None:
@@ -202,7 +240,7 @@ for to in ("megatron", "megatron-legacy"):
     reshard.convert(target + to, target + to + "-hf")
     assert reshard.verify(target + to, target + to + "-hf").equal
 """
-    modules = loaded(program, model, tmp_path / "x-")
+    modules = {name.partition(".")[0] for name in loaded(program, model, tmp_path / "x-")}
     frameworks = {"torch", "transformers", "megatron", "safetensors", "tokenizers", "accelerate", "deepspeed"}
     assert "numpy" in modules and not modules & frameworks
 
@@ -325,7 +363,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["click", "reshard.cli", "reshard.cli.inspect", "rich", "numpy"])
+@pytest.mark.parametrize(
+    "module", ["click", "reshard.cli", "reshard.cli.inspect", "rich", "reshard.formats.huggingface"]
+)
 def test_an_interrupt_while_modules_are_imported_is_silent(model: Path, module: str) -> None:
     words = [sys.executable, "-c", INTERRUPTED, "inspect", str(model), module]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -225,7 +225,8 @@ def test_another_table_of_names_is_another_program(tmp_path: Path, name: str) ->
 def test_the_program_is_all_packages_that_a_conversion_imports(model: Path, tmp_path: Path) -> None:
     """Except for those that read and record what others have determined."""
     code = (
-        "import sys, reshard; reshard.convert(*sys.argv[1:], to='megatron', no_tokenizer=True);"
+        "import sys, reshard\nfor how in ({'to': 'megatron'}, {'quantize': 'fp8'}):"
+        " reshard.convert(*sys.argv[1:], no_tokenizer=True, overwrite=True, **how)\n"
         "print(*{name.split('.')[1] for name in sys.modules if name.startswith('reshard.')})"
     )
     words = [sys.executable, "-c", code, str(model), str(tmp_path / "out")]

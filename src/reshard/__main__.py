@@ -2,13 +2,15 @@
 
 from typing import Any
 
+from reshard.base.garbage import uncollected
 from reshard.base.interrupts import end_at_once
 
 
 def main() -> Any:
     """Run the command line."""
     end_at_once()
-    from reshard.cli import main as run
+    with uncollected():
+        from reshard.cli import main as run
 
     return run()
 

@@ -64,7 +64,7 @@ def test_other_layouts_come_back_bit_for_bit(
     name: str, tp: int, pp: int, tmp_path: Path, hub: Callable[[str], Path]
 ) -> None:
     reshard.convert(DATA / name, tmp_path / "evo", to="internlm", tp=tp, pp=pp, no_tokenizer=True)
-    assert internlm.detect(tmp_path / "evo")
+    assert internlm.FORMAT.detect(tmp_path / "evo")
     assert same_as_before(tmp_path / "evo", tmp_path / "out", hub(name)) is not None
     assert run("verify", tmp_path / "evo", DATA / name).code == 0
 

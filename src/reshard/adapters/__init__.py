@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from reshard.adapters import from_megatron, peft_names
-from reshard.adapters.adapter import Adapter, LowRankPair, read_adapter
-from reshard.adapters.adapter_settings import find_settings
-from reshard.adapters.merge import merge_adapter, quantized_base
+from reshard.base.later_imports import imported_later
 from reshard.formats import peft
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind
+
+with imported_later(__name__):
+    from reshard.adapters.adapter import Adapter, LowRankPair, read_adapter
+    from reshard.adapters.adapter_settings import find_settings
+    from reshard.adapters.merge import merge_adapter, quantized_base
+
 
 __all__ = [
     "Adapter",

@@ -13,13 +13,12 @@ from reshard.adapters.embedding_and_head import HEAD, TOKEN_WEIGHTS, resize, unt
 from reshard.adapters.merged_weights import MergedWeight, ShiftedBias, WeightDelta
 from reshard.adapters.stacked_experts import ExpertStacks
 from reshard.adapters.task_head import head_of, head_without_task
-from reshard.algebra.dtypes import DType
+from reshard.algebra.dtypes import DType, castable
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, concat
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.merged_problems import one_for_all
 from reshard.formats import quantization
-from reshard.transfer.elements import castable
 
 Types = Callable[[str, DType], DType]
 _EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -18,8 +18,9 @@ from reshard.adapters.adapter_changes import GATE_UP, AdapterChanges, ScaledPair
 from reshard.adapters.adapter_settings import merge_problems
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem
+from reshard.formats.options import SERVING_ENGINES
 
-VLLM, SGLANG, PEFT = "vllm", "sglang", "peft"
+VLLM, SGLANG, PEFT = SERVING_ENGINES
 
 _STACKED_BY_VLLM = (
     "gpt_oss",

@@ -70,3 +70,8 @@ def dtype(name: str) -> DType:
     """The dtype called `name` ("bfloat16", "torch.bfloat16", "bf16"). Raises KeyError for an unknown name."""
     short = name.removeprefix("torch.")
     return BY_NAME[ALIASES.get(short, short)]
+
+
+def castable(dtype: DType) -> bool:
+    """Whether elements of this type can be cast: it is a float of 16 bits or more."""
+    return dtype.name in ("bfloat16", "float16", "float32", "float64")

@@ -5,14 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
-from numpy.lib.stride_tricks import as_strided
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reshard.algebra.dtypes import DType
 from reshard.algebra.storage import Storage, StoredTensor
 from reshard.algebra.views import Piece, View
+from reshard.base.later_imports import imported_later
+
+if TYPE_CHECKING:
+    import numpy as np
+
+with imported_later(__name__):
+    from numpy.lib.stride_tricks import as_strided
 
 
 class Cells(NamedTuple):

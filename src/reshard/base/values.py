@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -41,12 +41,17 @@ class Kind:
     """The object of Python that a text of a command line means. May raise ValueError."""
     convert: Callable[[Any], Any] = lambda value: value
     """What the program uses in place of a value. May raise ReshardError, which says more than `expected`."""
-    choices: tuple[str, ...] = ()
-    """The words that it takes, if there is a list of them."""
+    listed: Callable[[], Iterable[str]] = tuple
+    """Returns the words that it takes, if there is a list of them; some lists are long in the making."""
     element: Kind | None = None
     """The kind of each of several values that a command line has one by one."""
     is_path: bool = False
     """Whether it is the path of a file."""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that it takes, if there is a list of them."""
+        return tuple(self.listed())
 
     def read(self, text: str) -> Any:
         """The value of a text of a command line. Raises ValueError or ReshardError."""
@@ -79,13 +84,13 @@ def choice(choices: Sequence[str]) -> Kind:
         " or ".join(map(repr, choices)),
         f"one of {', '.join(choices)}",
         lambda value: isinstance(value, str) and value in choices,
-        choices=tuple(choices),
+        listed=lambda: choices,
     )
 
 
-def name(known: Callable[[str], object], choices: Sequence[str] = ()) -> Kind:
+def name(known: Callable[[str], object], listed: Callable[[], Iterable[str]] = tuple) -> Kind:
     """The name of something. `known` returns what it means, or raises ReshardError."""
-    return Kind("str", "a name", lambda value: isinstance(value, str), convert=known, choices=tuple(choices))
+    return Kind("str", "a name", lambda value: isinstance(value, str), convert=known, listed=listed)
 
 
 def count(least: int = 1, choices: Sequence[str] = (), expected: str = "") -> Kind:

@@ -22,6 +22,7 @@ from click.shell_completion import CompletionItem
 from reshard.base.address_space import can_reserve, is_no_memory
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.exceptions_to_problems import no_memory
+from reshard.base.garbage import uncollected
 from reshard.base.interrupts import INTERRUPTED_STATUS, raise_again
 from reshard.base.start_environment import set_for_this_process
 from reshard.cli.usage import Group, WrongUsageError, problems_of_usage
@@ -84,7 +85,8 @@ class LazyGroup(Group):
             return None
         if "numpy" not in sys.modules and not can_reserve(NUMPY):
             raise MemoryError(f"{NUMPY:,} bytes for numpy")
-        command: click.Command = import_module(f"reshard.cli.{cmd_name.replace('-', '_')}").command
+        with uncollected():
+            command: click.Command = import_module(f"reshard.cli.{cmd_name.replace('-', '_')}").command
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:

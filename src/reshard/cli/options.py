@@ -11,8 +11,11 @@ from click.shell_completion import CompletionItem
 from reshard.base import values
 from reshard.base.errors import ReshardError
 from reshard.base.exceptions_to_problems import problems_of
+from reshard.base.later_imports import imported_later
 from reshard.base.values import Kind
-from reshard.stores import expanded_path, source_path, typed_path
+
+with imported_later(__name__):
+    from reshard.stores import expanded_path, source_path, typed_path
 
 
 class WrongValue(click.BadParameter):

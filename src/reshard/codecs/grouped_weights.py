@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.dtypes import DType, castable, dtype
 from reshard.algebra.tensors import MIN_READ_ELEMENTS, Computed, InputReader, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError
 from reshard.codecs.block_grid import Floats
-from reshard.transfer.elements import CAST_BYTES_EACH, RAW_DTYPES, as_float, castable
+from reshard.transfer.elements import CAST_BYTES_EACH, RAW_DTYPES, as_float
 
 FLOAT32 = dtype("float32")
 _INTERLEAVED = np.array([0, 4, 1, 5, 2, 6, 3, 7], np.uint32)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from reshard import adapters
-from reshard.adapters import description
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.foreign_text import html_table, printable_line, typeable
+from reshard.base.later_imports import imported_later
 from reshard.base.quantities import count, size
 from reshard.families.sized_family import Model
 from reshard.folders import iterations
@@ -33,6 +33,10 @@ from reshard.model.recognition import describes_model
 from reshard.model.resolve import resolve
 from reshard.stores import is_writable
 from reshard.transfer.source_files import OnStep, Sources
+
+with imported_later(__name__):
+    from reshard.adapters import description
+
 
 NO_CONFIG = "weights-without-config"
 NO_TOKENIZER = "weights-without-tokenizer"

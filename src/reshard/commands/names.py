@@ -1,10 +1,9 @@
-"""Options whose values are names: of formats, families, dtypes, quantizations and libraries."""
+"""Options whose values are names: of formats, families, dtypes and quantizations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from reshard.adapters.serving_engines import ENGINES
 from reshard.base import values
 from reshard.base.values import Kind
 from reshard.formats import quantizations, quantized_as, writable, written
@@ -23,10 +22,9 @@ def _name(known: Callable[[str], object]) -> Kind:
 
 
 NAMES: Mapping[str, Kind] = {
-    "to": values.name(lambda name: writable(name).name, [*written()]),
+    "to": values.name(lambda name: writable(name).name, written),
     "family": _name(named),
     "dtype": _name(OutputTypes),
-    "quantize": values.name(quantized_as, quantizations()),
-    "adapter_for": values.choice([*ENGINES]),
+    "quantize": values.name(quantized_as, quantizations),
 }
 """The kinds of options, by their names."""

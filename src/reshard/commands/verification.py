@@ -13,7 +13,7 @@ from threading import Event
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from reshard.algebra.dtypes import DType
+from reshard.algebra.dtypes import DType, castable
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, cause_of
 from reshard.base.foreign_text import html_table
@@ -33,7 +33,6 @@ from reshard.model.model_heads import as_named
 from reshard.model.quantizer import StoredWeight, stored_weights
 from reshard.model.resolve import resolve
 from reshard.transfer.compare import Comparer, Distance, unequal_replicas
-from reshard.transfer.elements import castable
 from reshard.transfer.gather import check_sums
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory_budget import MemoryMeter, MemoryNeed, ThreadShare, most

@@ -10,6 +10,7 @@ from typing import Any
 
 from reshard.algebra.dtypes import DType
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor, write_metadata
+from reshard.containers.file_names import DCP_METADATA
 from reshard.containers.torchfiles.write import FileImage, NewTensor, layout_torch_file
 from reshard.transfer.plan import Block, OutputFile, Planned
 
@@ -88,7 +89,6 @@ def _boxed(tensor: Planned, low: tuple[int, ...], size: tuple[int, ...]) -> Call
     return lambda: tensor.source().box(low, size)
 
 
-METADATA = ".metadata"
 MAX_CHUNK_BYTES = 64 << 20
 """Maximum size of a chunk in bytes: to load its part of a tensor, a rank reads complete chunks."""
 
@@ -132,7 +132,7 @@ class ChunkFolder:
 
     def finished(self, folder: str = "") -> list[OutputFile]:
         """All files, in `folder` of the output, `.metadata` last."""
-        path = f"{folder}/{METADATA}" if folder else METADATA
+        path = f"{folder}/{DCP_METADATA}" if folder else DCP_METADATA
         metadata = OutputFile.of_bytes(path, write_metadata(self.metadata))
         return [*(file.finished(folder) for file in self._files), metadata]
 

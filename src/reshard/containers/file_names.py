@@ -6,6 +6,7 @@ import reprlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+DCP_METADATA, ZARRAY = ".metadata", ".zarray"
 MAX_NAME_BYTES = 255
 """Maximum length of a file name, in bytes."""
 

@@ -24,12 +24,16 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from reshard.base.errors import ReshardError
+from reshard.base.later_imports import imported_later
 from reshard.base.missing_packages import install_command
-from reshard.containers.zarr_arrays import places
 from reshard.stores import OpenFile, Stamp, open_file, registry
 from reshard.stores.address import Address, StoreKind
 from reshard.stores.file_info import FileInfo
 from reshard.stores.local_store import LocalStore, local_path
+
+with imported_later(__name__):
+    from reshard.containers.zarr_arrays import places
+
 
 PACKAGE = "tensorstore"
 METADATA, DATABASE = "_METADATA", "manifest.ocdbt"

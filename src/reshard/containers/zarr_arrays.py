@@ -22,10 +22,10 @@ from reshard.algebra.storage import Storage, StoredTensor
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed, type_and_message
 from reshard.base.plain_json import json_of
 from reshard.containers.dcp_metadata import DcpChunk, DcpTensor
+from reshard.containers.file_names import ZARRAY
 from reshard.containers.torchfiles.untrusted import shape_of
 from reshard.transfer.source_files import Sources
 
-ZARRAY = ".zarray"
 MAX_ZARRAY_BYTES = 1 << 20
 """Most bytes of `.zarray`, which takes a few hundred."""
 

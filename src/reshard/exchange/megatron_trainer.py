@@ -22,7 +22,8 @@ from reshard.families.dims import Dims
 from reshard.families.sized_family import Model
 from reshard.folders.json_objects import read_object
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
-from reshard.formats.megatron.legacy import NAME, LegacyReader
+from reshard.formats.detection import LEGACY
+from reshard.formats.megatron.legacy import LegacyReader
 from reshard.formats.megatron.rank_files import JoiningFacts, stage_ranks
 from reshard.formats.megatron.rank_states import MegatronRank, RankStates
 from reshard.formats.options import ConversionOptions
@@ -78,7 +79,7 @@ def trainer_of(
         raise ReshardError(misfits)
     checkpoint = Checkpoint(
         path=model,
-        format=NAME,
+        format=LEGACY,
         dialect=MEGATRON,
         tensors=reader.tensors(),
         description=ModelDescription(model, args=args),

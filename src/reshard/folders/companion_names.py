@@ -9,7 +9,7 @@ RECORD = "reshard.json"
 FILES_KEY = "files"
 """The key under which `reshard.json` names the files written with it, as a list or as the keys of an object."""
 
-CONFIG = "config.json"
+CONFIG, README = "config.json", "README.md"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATES = "additional_chat_templates"
 

@@ -6,11 +6,14 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import UNUSABLE, ReshardError, reading_values, type_and_message
+from reshard.base.garbage import uncollected
+from reshard.base.later_imports import imported_later
 from reshard.base.plugins import Registry, leave_out
 from reshard.base.quantities import size
 from reshard.base.suggest import did_you_mean
@@ -20,6 +23,7 @@ from reshard.folders.iterations import Iteration
 from reshard.formats import (
     dcp,
     deepspeed,
+    detection,
     foreign,
     fsdp_ranks,
     gguf,
@@ -40,9 +44,12 @@ from reshard.formats.contract import Format, Target
 from reshard.formats.json_beside import object_beside
 from reshard.formats.optimizer import OptimizerStates, States
 from reshard.stores import checkpoint_names
-from reshard.transfer.memory_budget import uncollected
+from reshard.transfer.run_files import MARKER
 from reshard.transfer.source_files import Sources
-from reshard.transfer.unfinished_marker import MARKER, parsed_marker
+
+with imported_later(__name__):
+    from reshard.transfer.unfinished_marker import parsed_marker
+
 
 FORMATS = Registry(
     "reshard.formats",
@@ -100,8 +107,8 @@ def written() -> dict[str, Target]:
 
 def named_by(path: Path) -> str | None:
     """The format of which a file with this name is a complete output; None if there is none."""
-    suffixes = {target.embeds: name for name, target in written().items() if target.embeds}
-    return suffixes.get(path.suffix)
+    with_suffix = written() if path.suffix else {}
+    return next((name for name, target in with_suffix.items() if target.embeds == path.suffix), None)
 
 
 def quantizations() -> list[str]:
@@ -170,7 +177,7 @@ def _is_part(file: Path) -> bool:
     if state_dict_names.NO_WEIGHTS.search(file.stem):
         return True
     above = [*file.absolute().parents][: not_found.ABOVE]
-    without_ranks = (huggingface.NAME, gguf.FORMAT.name)
+    without_ranks = (huggingface.NAME, detection.GGUF)
     engines = (each for each in FORMATS.values() if each.name not in without_ranks)
     return any(_holds(folder, each) for each in engines for folder in above)
 
@@ -237,9 +244,10 @@ def open_checkpoint(
 
 def _locate(path: Path, iteration: Iteration | None) -> tuple[Path, Format, Iteration | None]:
     """The folder of the checkpoint at or below `path`, its format, and the iteration that is left to find in it."""
-    folder, was_step = find_weights.descend(path, lambda place: detect(place) is not None, iteration)
+    found = cache(detect)
+    folder, was_step = find_weights.descend(path, lambda place: found(place) is not None, iteration)
     iteration = None if was_step else iteration
-    name = detect(folder) if folder else None
+    name = found(folder) if folder else None
     if folder and name:
         return folder, FORMATS[name], iteration
     if iteration is not None:
@@ -248,7 +256,7 @@ def _locate(path: Path, iteration: Iteration | None) -> tuple[Path, Format, Iter
         path,
         FORMATS,
         lambda place: detect(place) is not None,
-        lambda place: detect(place) not in (None, gguf.FORMAT.name),
+        lambda place: detect(place) not in (None, detection.GGUF),
     )
 
 
@@ -303,7 +311,7 @@ def _without_links(
 
 def _other_weights(name: str, folder: Path) -> list[str]:
     """A note if a folder has Hugging Face weights besides those of an engine."""
-    is_engine = name not in (huggingface.NAME, mlx.FORMAT.name)
+    is_engine = name not in (huggingface.NAME, detection.MLX)
     other = weight_files.weights_in(folder) if is_engine else None
     if not other:
         return []

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from reshard.algebra.dtypes import DType
+from reshard.algebra.dtypes import DType, castable
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError, listed, reading_values
 from reshard.families import live_names
@@ -29,7 +29,6 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.optimizer import Adam
 from reshard.formats.options import ConversionOptions
 from reshard.formats.quantization import plain_config, settings_as_told, settings_of
-from reshard.transfer.elements import castable
 from reshard.transfer.memory_budget import NO_NEED, MemoryNeed
 from reshard.transfer.plan import OutputCommand, OutputFile, Planned
 from reshard.transfer.source_files import Sources

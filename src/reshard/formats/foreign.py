@@ -20,7 +20,6 @@ from __future__ import annotations
 import gzip
 import re
 import shlex
-import tarfile
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -28,9 +27,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.families.in_memory import renamings
+from reshard.base.later_imports import imported_later
 from reshard.stores import archive_folder, is_remote, open_file
-from reshard.stores.tar_members import is_tar
+from reshard.stores.tar_members import BLOCK_BYTES, is_tar
+
+with imported_later(__name__):
+    from reshard.families.in_memory import renamings
+
 
 EDGE_BYTES = 1 << 16
 """Bytes read from either end of a file."""
@@ -349,5 +352,5 @@ def _is_tar(begin: bytes) -> bool:
     """Whether these bytes begin a tar archive, plain or gzipped."""
     if begin.startswith(b"\x1f\x8b"):
         with suppress(EOFError, zlib.error, gzip.BadGzipFile):
-            begin = zlib.decompressobj(wbits=31).decompress(begin, tarfile.BLOCKSIZE)
+            begin = zlib.decompressobj(wbits=31).decompress(begin, BLOCK_BYTES)
     return is_tar(begin)

@@ -10,10 +10,9 @@ from typing import Any
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, raise_all
+from reshard.base.later_imports import imported_later
 from reshard.base.plain_json import to_json
 from reshard.containers import distributed_safetensors, safetensors
-from reshard.containers.torchfiles import state_dicts
-from reshard.containers.torchfiles.read import read_dict
 from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
@@ -24,6 +23,11 @@ from reshard.formats.state_dict_names import config_in, state_dict_in, without_b
 from reshard.stores import fetch_heads
 from reshard.transfer.plan import OutputFile, Planned
 from reshard.transfer.source_files import Sources
+
+with imported_later(__name__):
+    from reshard.containers.torchfiles import state_dicts
+    from reshard.containers.torchfiles.read import read_dict
+
 
 NAME = "huggingface"
 
@@ -80,9 +84,13 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 def _read_all(files: Iterable[Path], sources: Sources, problems: list[Problem]) -> dict[str, Tensor]:
     """The tensors of all files; adds to `problems` those of files, and of tensors that are in several."""
+    contents = [_parts_in(file, sources, problems) for file in files]
+    named = {name: part for content in contents for name, part in content.items()}
+    if len(named) == sum(map(len, contents)) and all(part.low is None for part in named.values()):
+        return {name: part.tensor for name, part in named.items()}
     parts: dict[str, list[distributed_safetensors.TensorSlice]] = defaultdict(list)
-    for file in files:
-        for name, part in _parts_in(file, sources, problems).items():
+    for content in contents:
+        for name, part in content.items():
             parts[name].append(part)
     tensors = {}
     for name, each in parts.items():

@@ -23,6 +23,8 @@ SHARD_SIZE = "5GB"
 """The largest file of weights, in formats that divide them, unless something else is asked for."""
 VOCABULARY_UNIT = 128
 """Megatron-LM pads the vocabulary to a multiple of this times the tensor-parallel size, unless told otherwise."""
+SERVING_ENGINES = ("vllm", "sglang", "peft")
+"""What adapters are written for (`adapters/serving_engines.py`)."""
 LAYER_SPECS = ("transformer_engine", "local")
 """Implementations of Megatron-Core's layers, which name tensors differently. The first is its default."""
 
@@ -200,6 +202,7 @@ class Output:
         About(
             "Write the adapter as this library applies it completely. [default: with the layout of SRC]",
             flag="--for",
+            choices=SERVING_ENGINES,
             group=ADAPTERS,
         ),
     ] = None

@@ -55,9 +55,9 @@ UNTOLD = (
 
 
 class _WeightPart(NamedTuple):
-    """The tensor `local` of a module is the part `role` of its parameter `weight`."""
+    """A tensor whose name ends in `end` is the part `role` of the weight whose name ends in `weight` instead."""
 
-    local: str
+    end: str
     role: str
     weight: str
 
@@ -69,7 +69,7 @@ def _weight_parts() -> Iterator[tuple[str, _WeightPart]]:
             for weight in WEIGHT_NAMES:
                 if role != "{}" and (weight == "weight" or ("{}" in role and "." not in role)):
                     local = role.format(weight)
-                    yield local.rpartition(".")[2], _WeightPart(local, role, weight)
+                    yield local.rpartition(".")[2], _WeightPart(f".{local}", role, f".{weight}")
 
 
 _PARTS = dict(_weight_parts())
@@ -78,6 +78,7 @@ _PARTS = dict(_weight_parts())
 _SHARD = re.compile(r"(?<=\.ngram_embedding)\.shard_\d+(?=\.weight$)")
 """The part of the name of a shard of a table that has one scale. Source: `ple.py` of mcore-bridge 1.6.5."""
 _VALUES = {scheme.values for scheme in SCHEMES}
+_SMALL = {*FP8_DTYPES, *FP4_DTYPES}
 
 
 class QuantizedWeight(NamedTuple):
@@ -267,11 +268,13 @@ def find(
         return (None if plain else Quantization(settings, {})), []
     weights, problems = {}, {}
     method = settings.get("quant_method") or None
+
+    @cache
+    def schemes(roles: frozenset[str]) -> list[QuantizationScheme]:
+        return sorted(schemes_with(roles), key=lambda each: method not in each.methods)
+
     for name, parts in groups.items():
-        schemes = schemes_with(frozenset(parts))
-        roles = {role: tensors[part] for role, part in parts.items()}
-        fitting = (each for each in schemes if each.has(roles[each.values], roles.get(each.inputs[0])))
-        scheme = min(fitting, key=lambda each: method not in each.methods, default=None)
+        scheme = next((each for each in schemes(frozenset(parts)) if each.has(parts, tensors)), None)
         if scheme:
             weights[name] = QuantizedWeight(
                 scheme, parts[scheme.values], _bits(scheme, parts, tensors, settings)
@@ -294,18 +297,16 @@ def _is_known(settings: Mapping[str, Any]) -> bool:
 def _grouped(tensors: Mapping[str, Tensor], *, told: bool) -> tuple[dict[str, dict[str, str]], set[str]]:
     """The parts of each quantized weight, by role, and the names of all tensors that are not parameters."""
     groups: dict[str, dict[str, str]] = {}
-    small = set()
+    small, of_activations = set(), set()
     for name, tensor in tensors.items():
         last = name.rpartition(".")[2]
         part = _PARTS.get(last)
-        if part and name.endswith(f".{part.local}"):
-            groups.setdefault(name[: -len(part.local)] + part.weight, {})[part.role] = name
-        elif (
-            (told or _SHARD.search(name))
-            and last in WEIGHT_NAMES
-            and tensor.dtype.name in (*FP8_DTYPES, *FP4_DTYPES)
-        ):
+        if part and name.endswith(part.end):
+            groups.setdefault(name[: -len(part.end)] + part.weight, {})[part.role] = name
+        elif last in WEIGHT_NAMES and tensor.dtype.name in _SMALL and (told or _SHARD.search(name)):
             small.add(name)
+        if last in OF_ACTIVATIONS:
+            of_activations.add(name)
     exponents = {name for name, tensor in tensors.items() if tensor.dtype.name == "float8_e8m0fnu"}
     groups = {
         name: parts
@@ -316,7 +317,7 @@ def _grouped(tensors: Mapping[str, Tensor], *, told: bool) -> tuple[dict[str, di
         groups.setdefault(name, {})
     beside = {name for parts in groups.values() for role, name in parts.items() if role not in _VALUES}
     if groups:
-        beside |= {name for name in tensors if name.rpartition(".")[2] in OF_ACTIVATIONS}
+        beside |= of_activations
     for name in groups.keys() & tensors.keys():
         groups[name]["{}"] = name
     return _by_shard(groups), beside
@@ -324,13 +325,10 @@ def _grouped(tensors: Mapping[str, Tensor], *, told: bool) -> tuple[dict[str, di
 
 def _by_shard(groups: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
     """The same with the scale of a table that is stored in shards as a part of each of them."""
-    wholes = {name: _SHARD.sub("", name) for name in groups}
-    shared = {whole for name, whole in wholes.items() if whole != name}
-    return {
-        name: {**(groups.get(wholes[name]) or {}), **parts}
-        for name, parts in groups.items()
-        if name not in shared
-    }
+    wholes = {name: _SHARD.sub("", name) for name in groups if ".shard_" in name and _SHARD.search(name)}
+    shared = {*wholes.values()}
+    alone = {name: parts for name, parts in groups.items() if name not in shared}
+    return {**alone, **{name: {**groups.get(whole, {}), **groups[name]} for name, whole in wholes.items()}}
 
 
 @cache

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import mul, truediv
 from typing import NamedTuple
 
-import numpy as np
-
 from reshard.algebra.tensors import Tensor
-from reshard.codecs import byte_values
-from reshard.codecs.block_grid import Floats
+from reshard.base.later_imports import imported_later
 from reshard.formats.module_quantization import COMPRESSED_TENSORS, MODELOPT
+
+with imported_later(__name__):
+    from reshard.codecs.block_grid import Floats
+    from reshard.codecs.byte_values import FP4, FP6, FP8, INT4, INT8, MODELOPT_FP4, ByteValues
+
 
 Shape = tuple[int, ...]
 Wide = Callable[[int], int]
@@ -68,15 +71,18 @@ class QuantizationScheme:
     shape: Callable[[Shape, Wide], Shape] | None = _rows
     more: tuple[str, ...] = ()
     methods: tuple[str | None, ...] = ()
-    tables: byte_values.ByteValues = field(default_factory=dict)
+    tables: ByteValues = field(default_factory=dict)
     reads: tuple[str, ...] = ()
     applied: Callable[[Floats, Floats], Floats] | None = None
     per_scale: int | None = None
 
-    def has(self, values: Tensor, scales: Tensor | None) -> bool:
-        """Whether these can be its values and its first part beside them."""
-        if self.per_scale and (not scales or values.view.numel != self.per_scale * scales.view.numel):
-            return False
+    def has(self, parts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bool:
+        """Whether these parts, names of tensors by their roles, can be its values and the first part beside them."""
+        values = tensors[parts[self.values]]
+        if self.per_scale:
+            scales = tensors.get(parts.get(self.inputs[0], ""))
+            if not scales or values.view.numel != self.per_scale * scales.view.numel:
+                return False
         return not self.dtypes or values.dtype.name in self.dtypes
 
     def of_method(self, settings: Mapping[str, object]) -> bool:
@@ -101,50 +107,46 @@ PACKED_INT = QuantizationScheme(
     *("packed int", "{}_packed", ("{}_scale", "{}_shape"), ("int32",)),
     more=_OFFSETS,
     methods=(COMPRESSED_TENSORS,),
-    tables=byte_values.INT4,
+    tables=INT4,
     reads=("{}_scale", "{}_g_idx"),
 )
 STACKED_EXPERTS = QuantizationScheme(
     *("MXFP4", "{}_blocks", ("{}_scales",), ("uint8",), 4, _experts),
     methods=("mxfp4", None),
-    tables=byte_values.FP4,
+    tables=FP4,
 )
 NVFP4_EXPERTS = QuantizationScheme(
     *("NVFP4", "{}", ("{}_weight_scale", "{}_weight_scale_2"), FP4_DTYPES, 4, _transposed),
-    tables=byte_values.MODELOPT_FP4,
+    tables=MODELOPT_FP4,
     reads=("{}_weight_scale", "{}_weight_scale_2"),
-    applied=np.multiply,
+    applied=mul,
 )
 SCHEMES = (
     # DeepSeek, which names scales differently in its own code, and transformers; experts may be packed FP4
-    QuantizationScheme(
-        *("FP8", "{}", ("{}_scale_inv",), FP8_DTYPES, 8), methods=("fp8", None), tables=byte_values.FP8
-    ),
-    QuantizationScheme(
-        *("MXFP4", "{}", ("{}_scale_inv",), FP4_DTYPES, 4), methods=("fp8",), tables=byte_values.FP4
-    ),
-    QuantizationScheme("FP8", "{}", ("scale",), FP8_DTYPES, 8, methods=("fp8",), tables=byte_values.FP8),
-    QuantizationScheme("MXFP4", "{}", ("scale",), FP4_DTYPES, 4, methods=("fp8",), tables=byte_values.FP4),
+    QuantizationScheme(*("FP8", "{}", ("{}_scale_inv",), FP8_DTYPES, 8), methods=("fp8", None), tables=FP8),
+    QuantizationScheme(*("MXFP4", "{}", ("{}_scale_inv",), FP4_DTYPES, 4), methods=("fp8",), tables=FP4),
+    QuantizationScheme("FP8", "{}", ("scale",), FP8_DTYPES, 8, methods=("fp8",), tables=FP8),
+    QuantizationScheme("MXFP4", "{}", ("scale",), FP4_DTYPES, 4, methods=("fp8",), tables=FP4),
     # compressed-tensors, FBGEMM, ModelOpt, Quark
     QuantizationScheme(
         *("NVFP4", "{}", ("{}_scale", "{}_scale_2"), FP4_DTYPES, 4),
         more=FOLDED,
-        tables=byte_values.MODELOPT_FP4,
+        tables=MODELOPT_FP4,
         reads=("{}_scale", "{}_scale_2", FOLDED[0]),
-        applied=np.multiply,
+        applied=mul,
     ),
     NVFP4_EXPERTS,
     QuantizationScheme(
         *("FP8", "{}", ("{}_scale",), FP8_DTYPES, 8),
         more=(*_OFFSETS, *FOLDED),
         methods=("fp8", COMPRESSED_TENSORS, MODELOPT, None),
-        tables=byte_values.FP8,
+        tables=FP8,
     ),
     QuantizationScheme(
         *("int8", "{}", ("{}_scale",), ("int8",), 8),
         more=(*_OFFSETS, *FOLDED),
         methods=(COMPRESSED_TENSORS,),
-        tables=byte_values.INT8,
+        tables=INT8,
     ),
     QuantizationScheme("FP4", "{}", ("{}_scale",), FP4_DTYPES, 4, more=FOLDED),
     QuantizationScheme(
@@ -154,22 +156,22 @@ SCHEMES = (
     QuantizationScheme(
         *("NVFP4", "{}_packed", ("{}_scale", "{}_global_scale"), BYTE_DTYPES, 4),
         more=_OFFSETS,
-        tables=byte_values.FP4,
+        tables=FP4,
         reads=("{}_scale", "{}_global_scale"),
-        applied=np.divide,
+        applied=truediv,
     ),
     QuantizationScheme(
         *("MXFP6", "{}_packed", ("{}_scale",), ("uint8",), 6),
         more=_OFFSETS,
         methods=(COMPRESSED_TENSORS,),
-        tables=byte_values.FP6,
+        tables=FP6,
         per_scale=24,
     ),
     QuantizationScheme(
         *("MXFP4", "{}_packed", ("{}_scale",), BYTE_DTYPES, 4),
         more=_OFFSETS,
         methods=(COMPRESSED_TENSORS,),
-        tables=byte_values.FP4,
+        tables=FP4,
     ),
     # gpt-oss
     STACKED_EXPERTS,

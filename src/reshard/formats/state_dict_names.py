@@ -182,6 +182,8 @@ def _problem(mark: str, wrapped: list[str], count: int, file: str) -> Problem:
 def all_stripped(named: Mapping[str, T], marks: Iterable[str], file: str) -> dict[str, T]:
     """The items under names without the prefixes of wrappers. Raises ReshardError if two get the same name."""
     marks = list(marks)
+    if not marks:
+        return dict(named)
     return under_new_names(((name, stripped(name, marks), item) for name, item in named.items()), file)
 
 

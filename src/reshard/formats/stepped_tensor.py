@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from reshard.algebra.dtypes import BY_NAME
+from reshard.algebra.dtypes import BY_NAME, castable
 from reshard.algebra.tensors import Computed, InputReader, Replica, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError
 from reshard.families.rules import ReversibleStep, Step
-from reshard.transfer.elements import as_float, castable
+from reshard.transfer.elements import as_float
 
 FLOAT32, FLOAT64 = BY_NAME["float32"], BY_NAME["float64"]
 

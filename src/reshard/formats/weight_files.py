@@ -76,10 +76,10 @@ def _single_or_indexed(single: Path, index: Path, sources: Sources) -> WeightFil
 def _indexed(index: Path, sources: Sources) -> WeightFiles:
     """The files that an index names, without those that are missing."""
     named = _weight_map(index, sources)
-    shards = [as_path(file) for file in sorted(set(named.values()))]
-    present = [shard for shard in shards if shard.is_file()]
-    missing = [shard for shard in shards if shard not in present]
-    others = [] if present else sorted(index.parent.glob(f"*{shards[0].suffix}")) if shards else []
+    shards = {shard: shard.is_file() for shard in map(as_path, sorted(set(named.values())))}
+    present = [shard for shard, is_there in shards.items() if is_there]
+    missing = [shard for shard, is_there in shards.items() if not is_there]
+    others = [] if present else sorted(index.parent.glob(f"*{missing[0].suffix}")) if missing else []
     problems = (
         [_other_names(index, missing, others)]
         if others
@@ -126,7 +126,8 @@ def _missing_problem(index: Path, shard: Path) -> Problem:
 def _not_loaded(folder: Path, files: list[Path]) -> Iterator[str]:
     """A note on other files of weights in the folder, such as an old `pytorch_model.bin`."""
     weights = (path for stem, suffix in WEIGHT_FILES for path in sorted(folder.glob(f"{stem}*.{suffix}")))
-    others = [path.name for path in weights if path not in files]
+    loaded = {*files}
+    others = [path.name for path in weights if path not in loaded]
     if files and others:
         yield f"not read: {listed(others, 3)}; transformers loads {files[0].name}"
 

@@ -21,7 +21,6 @@ from reshard.formats.options import ConversionOptions
 from reshard.transfer.plan import Plan
 from reshard.transfer.source_files import Sources
 
-README = "README.md"
 SIGNATURE = "<!-- written by reshard convert --push-to-hub -->"
 """In each card that reshard writes; any other card belongs to somebody else and is kept."""
 
@@ -83,7 +82,7 @@ def _metadata(plan: Plan, options: ConversionOptions) -> dict[str, Any]:
             metadata["base_model_relation"] = "quantized"
     metadata["tags"] = ["reshard"]
     for folder in folders:
-        front_matter = _front_matter(folder / README)
+        front_matter = _front_matter(folder / companion_names.README)
         if licensed := {key: str(front_matter[key]) for key in LICENSE_KEYS if key in front_matter}:
             return {**licensed, **metadata}
     return metadata

@@ -18,15 +18,19 @@ from typing import Any
 
 from reshard.base.errors import ReshardError, listed, type_and_message
 from reshard.base.foreign_text import without_secrets
+from reshard.base.later_imports import imported_later
 from reshard.base.missing_packages import install_command
 from reshard.base.plain_json import json_of
-from reshard.folders.companion_names import FILES_KEY, RECORD
+from reshard.folders.companion_names import FILES_KEY, README, RECORD
 from reshard.formats import written
 from reshard.formats.contract import HUB
 from reshard.formats.options import ConversionOptions
-from reshard.hub.model_card import README, SIGNATURE, model_card
 from reshard.transfer.plan import Plan
 from reshard.version import __version__
+
+with imported_later(__name__):
+    from reshard.hub import model_card
+
 
 REPOSITORY_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
 FOREIGN_FILES = (README, ".gitattributes", ".gitignore", "LICENSE")
@@ -172,7 +176,7 @@ class Upload:
             operations: list[Any] = [CommitOperationDelete(name) for name in obsolete]
             operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
             if README not in names and self._is_ours(info):
-                card = model_card(self._plan, options, self.name, self._push.branch)
+                card = model_card.model_card(self._plan, options, self.name, self._push.branch)
                 operations.append(CommitOperationAdd(README, card))
             on_upload(self.url, self._plan.nbytes)
             self._api.create_commit(
@@ -187,7 +191,7 @@ class Upload:
         """Whether the card of the repository is ours, or there is none."""
         if README not in {file.rfilename for file in info.siblings}:
             return True
-        return SIGNATURE.encode() in self._content(README)
+        return model_card.SIGNATURE.encode() in self._content(README)
 
 
 def opened(push: Push) -> tuple[Any, str]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.algebra.dtypes import BY_NAME, DType
+from reshard.algebra.dtypes import BY_NAME, DType, castable
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.merged_problems import one_for_all
@@ -18,7 +18,7 @@ from reshard.commands.weights import Weights
 from reshard.live.fillable import not_in_place, sharded_otherwise
 from reshard.model.model_sizes import is_mtp
 from reshard.transfer.compare import unequal_replicas
-from reshard.transfer.elements import RAW_DTYPES, castable
+from reshard.transfer.elements import RAW_DTYPES
 from reshard.transfer.memory_budget import shared
 from reshard.transfer.plan import Planned
 from reshard.transfer.prefetch import WantedTensor

@@ -8,15 +8,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.dtypes import DType, castable, dtype
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, raise_all
+from reshard.base.later_imports import imported_later
 from reshard.base.merged_problems import one_for_all
-from reshard.codecs.block_grid import BlockGrid
-from reshard.codecs.byte_values import values_in
-from reshard.codecs.decoded_blocks import DequantizedWeight, WeightArithmetic, WeightKind
-from reshard.codecs.grouped_weights import grouped, packing_of
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.module_quantization import ModuleQuantization, QuantizationSettings
 from reshard.formats.quantization import (
@@ -36,9 +33,15 @@ from reshard.formats.quantization_schemes import (
     STACKED_EXPERTS,
     Shape,
 )
-from reshard.model import bitsandbytes
-from reshard.model.weight_kinds import disagreements, is_outer, module_of, weight_kind
-from reshard.transfer.elements import castable
+
+with imported_later(__name__):
+    from reshard.codecs.block_grid import BlockGrid
+    from reshard.codecs.byte_values import values_in
+    from reshard.codecs.decoded_blocks import DequantizedWeight, WeightArithmetic, WeightKind
+    from reshard.codecs.grouped_weights import grouped, packing_of
+    from reshard.model import bitsandbytes
+    from reshard.model.weight_kinds import disagreements, is_outer, module_of, weight_kind
+
 
 FLOAT32 = dtype("float32")
 BFLOAT16, FLOAT16 = dtype("bfloat16"), dtype("float16")

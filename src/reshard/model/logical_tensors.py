@@ -10,6 +10,7 @@ from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, raise_all
+from reshard.base.later_imports import imported_later
 from reshard.base.merged_problems import one_for_all
 from reshard.families import live_names
 from reshard.families.binding import Binding, BoundTensor, DroppedElements
@@ -18,9 +19,11 @@ from reshard.families.rules import NEVER_READ, ReversibleStep
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import HEAD
 from reshard.formats.quantization import QuantizedWeight
-from reshard.formats.stepped_tensor import changed, rounding
 from reshard.model.resolve import ResolvedCheckpoint
 from reshard.transfer.plan import ZERO
+
+with imported_later(__name__):
+    from reshard.formats.stepped_tensor import changed, rounding
 
 
 class LogicalTensor(NamedTuple):

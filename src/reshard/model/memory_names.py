@@ -14,12 +14,16 @@ from typing import NamedTuple
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, assemble
 from reshard.base.errors import Problem, raise_all
-from reshard.families.transformers_5 import ExpertNames, MemoryNames
-from reshard.formats import apply_renamings
+from reshard.base.later_imports import imported_later
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.unique_names import under_new_names
-from reshard.formats.weight_operations import experts_differ, experts_missing
 from reshard.transfer.plan import Planned
+
+with imported_later(__name__):
+    from reshard.families.transformers_5 import ExpertNames, MemoryNames
+    from reshard.formats import apply_renamings
+    from reshard.formats.weight_operations import experts_differ, experts_missing
+
 
 FUSED_GATE, FUSED_UP, FUSED_DOWN = "gate_up_proj", "up_proj", "down_proj"
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from reshard.algebra.dtypes import DType
+from reshard.algebra.dtypes import DType, castable
 from reshard.algebra.tensors import Tensor, least_memory
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError, listed
@@ -29,7 +29,6 @@ from reshard.formats.quantization import EXPERT_DTYPE, blocks_told, part_of
 from reshard.formats.quantization_schemes import STACKED_EXPERTS, QuantizationScheme
 from reshard.model import compressed_settings
 from reshard.model.nvfp4 import Nvfp4
-from reshard.transfer.elements import castable
 from reshard.transfer.memory_budget import MemoryNeed, most
 from reshard.transfer.plan import Planned
 

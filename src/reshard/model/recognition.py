@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.base.errors import UNUSABLE, Problem, ReshardError
+from reshard.base.later_imports import imported_later
 from reshard.base.merged_problems import one_for_all
 from reshard.base.suggest import did_you_mean
 from reshard.families import FAMILIES, Family, declared, likeliest
@@ -17,9 +18,11 @@ from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
 from reshard.formats import huggingface, written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind
-from reshard.formats.megatron.writers import MODEL_TYPE
 from reshard.model.unusual_configs import beyond
 from reshard.model.vocabulary import embedding_rows, padded_rows
+
+with imported_later(__name__):
+    from reshard.formats.megatron import writers
 
 
 def named(name: str) -> Family:
@@ -236,7 +239,7 @@ def by_args(checkpoint: Checkpoint, family: Family | None) -> tuple[Family, list
     if family:
         return _of_one_part(family, checkpoint), []
     rows, recorded = embedding_rows(checkpoint), checkpoint.description.args
-    if noted := declared(recorded.get(MODEL_TYPE)):
+    if noted := declared(recorded.get(writers.MODEL_TYPE)):
         return _of_one_part(noted, checkpoint), []
     fitting: list[Family] = []
     others: list[Family] = []

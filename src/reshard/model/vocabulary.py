@@ -8,19 +8,21 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.suggest import closest
+from reshard.base.later_imports import imported_later
 from reshard.families import Family
 from reshard.families.sized_family import Model
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.formats.options import VOCABULARY_UNIT
 from reshard.formats.state_dict_names import prefix_problem
-from reshard.transfer.gather import Gatherer
-from reshard.transfer.thread_files import OpenFiles
+
+with imported_later(__name__):
+    from reshard.base.suggest import closest
+    from reshard.formats.megatron.mcore import padded_vocabulary
+    from reshard.transfer.gather import Gatherer
+    from reshard.transfer.thread_files import OpenFiles
+
 
 SPARE_ROWS = 1024
 """The most rows that a config may count beyond the tokens, or that a table may have as zeros beyond its padding."""
@@ -136,7 +138,7 @@ def _has_values(table: Tensor, begin: int, end: int) -> bool:
     width = table.view.numel // rows
     with closing(OpenFiles()) as files:
         elements = Gatherer(files, None).read(table, min(begin, rows) * width, min(end, rows) * width)
-    return bool(np.any(elements))
+    return bool(elements.any())
 
 
 def _is_padding(checkpoint: Checkpoint, vocab: int) -> bool:

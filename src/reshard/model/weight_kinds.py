@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from reshard.algebra.dtypes import castable
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem
 from reshard.codecs.decoded_blocks import WeightKind
@@ -19,7 +20,6 @@ from reshard.formats.module_quantization import (
 )
 from reshard.formats.quantization import Quantization, QuantizedWeight
 from reshard.formats.quantization_schemes import PACKED_INT
-from reshard.transfer.elements import castable
 
 _FORMATS = (
     *("float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized"),

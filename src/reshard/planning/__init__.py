@@ -13,6 +13,7 @@ from pathlib import Path
 
 from reshard.adapters import checkpoint_kind
 from reshard.base.errors import raising_also
+from reshard.base.garbage import uncollected
 from reshard.formats import huggingface, open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind
@@ -24,7 +25,7 @@ from reshard.planning.hub_tensors import HubTensors
 from reshard.planning.output_plan import output_plan
 from reshard.planning.prepared_source import prepared_source
 from reshard.planning.target_options import IS_ADAPTER, with_format
-from reshard.transfer.memory_budget import MemoryMeter, uncollected
+from reshard.transfer.memory_budget import MemoryMeter
 from reshard.transfer.plan import Plan
 from reshard.transfer.source_files import OnStep, Sources
 

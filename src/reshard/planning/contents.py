@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from reshard.algebra.tensors import Replica
+from reshard.base.later_imports import imported_later
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind, PlannedStates, Request, main_dtype
 from reshard.formats.optimizer import MASTER_STATE
 from reshard.formats.quantization import UNTOLD, settings_of
 from reshard.model.logical_tensors import LogicalTensors, logical_tensors
-from reshard.model.quantizer import quantized
 from reshard.model.vocabulary import lost_padding
-from reshard.planning import adapter_tensors, optimizer_tensors, served_adapter
 from reshard.planning.prepared_source import PreparedSource
 from reshard.planning.target_tensors import OutputTypes, elements, names_of, recast
 from reshard.transfer.memory_budget import NO_NEED, MemoryNeed
+
+with imported_later(__name__):
+    from reshard.model.quantizer import quantized
+    from reshard.planning import adapter_tensors, optimizer_tensors, served_adapter
 
 
 @dataclass(frozen=True)

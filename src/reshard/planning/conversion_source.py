@@ -7,13 +7,16 @@ from pathlib import Path
 
 from reshard.adapters import checkpoint_kind
 from reshard.base.errors import ReshardError
+from reshard.base.later_imports import imported_later
 from reshard.base.options import options_of
 from reshard.folders.base_hints import BASE
 from reshard.formats import huggingface, peft, writable, written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind, Format
 from reshard.formats.options import ConversionOptions
-from reshard.planning import merged_source
+
+with imported_later(__name__):
+    from reshard.planning import merged_source
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,23 @@ from functools import partial
 from pathlib import Path
 
 from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.later_imports import imported_later
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind, Format, Request, Target
 from reshard.formats.options import ConversionOptions
 from reshard.formats.quantization import refusal
-from reshard.model.dequantization import dequantized
 from reshard.model.described_checkpoint import DescribedCheckpoint, describe
-from reshard.model.filled_checkpoint import filled
 from reshard.model.find_config import contradictions
 from reshard.model.model_heads import as_named, refuse_other_head, resolve_if_declared
 from reshard.model.resolve import ResolvedCheckpoint, resolve
-from reshard.planning import adapter_tensors, optimizer_tensors
 from reshard.planning.conversion_source import ConversionSource
 from reshard.planning.target_options import target_of
 from reshard.planning.target_tensors import OutputTypes
+
+with imported_later(__name__):
+    from reshard.model.dequantization import dequantized
+    from reshard.model.filled_checkpoint import filled
+    from reshard.planning import adapter_tensors, optimizer_tensors
 
 
 @dataclass(frozen=True)

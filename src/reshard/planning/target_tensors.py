@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 
-from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.dtypes import DType, castable, dtype
 from reshard.algebra.tensors import Computed, Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.families import live_names
@@ -26,7 +26,6 @@ from reshard.formats.contract import (
 from reshard.formats.optimizer import MASTER_STATE
 from reshard.model import memory_names
 from reshard.model.logical_tensors import LogicalTensor, LogicalTensors
-from reshard.transfer.elements import castable
 from reshard.transfer.plan import Planned
 
 

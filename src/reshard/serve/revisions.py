@@ -14,9 +14,10 @@ from anyio import CapacityLimiter
 
 from reshard.base.errors import ReshardError
 from reshard.cluster.part_worker import identity_of
+from reshard.folders.companion_names import README
 from reshard.formats.options import ConversionOptions
 from reshard.formats.orbax import FORMAT, UNSCANNED
-from reshard.hub.model_card import README, model_card
+from reshard.hub.model_card import model_card
 from reshard.planning import plan_conversion
 from reshard.serve.options import ServeOptions
 from reshard.serve.repositories import NotServedError, Repository, Step

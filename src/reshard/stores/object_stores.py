@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
-from email.utils import parsedate_to_datetime
 from functools import cached_property
 from typing import Any, ClassVar
 
 from reshard.base import schemes
+from reshard.base.later_imports import imported_later
 from reshard.stores.address import Address, StoreKind, normalized_url, url_with_password
 from reshard.stores.file_info import ANY_FOLDER, FileInfo
 from reshard.stores.range_responses import RangeRequest
 from reshard.stores.remote_file import RemoteStore
 from reshard.stores.store_errors import retry
+
+with imported_later(__name__):
+    from email.utils import parsedate_to_datetime
+
 
 PASSWORD_PATTERN = r"(?!arn:)[^/@:]*:.*@"
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reshard.algebra.dtypes import BY_NAME, DType
+from reshard.algebra.dtypes import BY_NAME, DType, castable
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.base.errors import Problem
 from reshard.base.merged_problems import one_for_each_file
 from reshard.stores import MAX_REQUEST_BYTES, is_remote
-from reshard.transfer.elements import Overflows, as_float, cast, castable
+from reshard.transfer.elements import Overflows, as_float, cast
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory_budget import ThreadShare

@@ -163,11 +163,6 @@ def _from_float(values: np.ndarray[Any, Any], target: DType) -> tuple[np.ndarray
     return halves, not is_usual
 
 
-def castable(dtype: DType) -> bool:
-    """Whether `cast` supports this type."""
-    return dtype.name == "bfloat16" or dtype.name in FLOAT_DTYPES
-
-
 def small_floats(
     exponent_bits: int, mantissa_bits: int, bias: int, special: str = ""
 ) -> np.ndarray[Any, Any]:

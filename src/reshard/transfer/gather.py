@@ -29,9 +29,6 @@ cache while one more read is made and its checksum noted (`python -m bench --onl
 READ_BYTES = 2 << 20
 """Bytes read at a time to pick elements from: they stay in the processor's cache."""
 
-MIN_MEMORY_BYTES = 2 << 20
-"""Least memory of a `Gatherer` in bytes, without what computing takes: reads of a few kilobytes would be too slow."""
-
 
 class Gatherer:
     """Reads pieces for one thread. `limit` bounds the bytes that it uses at a time in addition to the result.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError, listed
-from reshard.transfer.journal import JournalContent, read_journal
+from reshard.base.later_imports import imported_later
 from reshard.transfer.run_files import (
     ASIDE,
     JOURNAL,
@@ -25,6 +25,9 @@ from reshard.transfer.run_files import (
     move_aside,
     partials,
 )
+
+with imported_later(__name__):
+    from reshard.transfer.journal import JournalContent, read_journal
 
 
 def journal_of(folder: Path) -> JournalContent | None:

@@ -7,12 +7,10 @@ than the limit. The memory of a plan is measured, since it consists of Python ob
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,13 +18,15 @@ from reshard.algebra.tensors import Computed, Tensor
 from reshard.base.errors import ReshardError
 from reshard.stores import CONNECTIONS, MAX_REQUEST_BYTES, is_remote
 from reshard.transfer import ledger
-from reshard.transfer.gather import MIN_MEMORY_BYTES
 
 WINDOW_BYTES = 4 << 20
 """Bytes written at a time: small enough for the cache, large enough for the disk."""
 
 WIDE_WINDOW_BYTES = 32 << 20
 """The same for transposed tensors, so that one read of the source serves many rows."""
+
+MIN_MEMORY_BYTES = 2 << 20
+"""Least memory of a `Gatherer` in bytes, without what computing takes: reads of a few kilobytes would be too slow."""
 
 BYTES_BESIDES = 1 << 20
 """Bytes of a thread in addition to its window and what it gathers: cells without digest, checksums, entries."""
@@ -193,24 +193,6 @@ class MemoryMeter:
             remedy=f"pass --memory {number}",
             **where,
         )
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Turn off the cyclic garbage collector. Also decorates functions that create millions of objects without cycles.
-
-    Python would otherwise examine all objects again whenever their number has grown by a quarter. New objects are in
-    the oldest generation at the end of the block, so they are not examined then either.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.freeze()
-            gc.unfreeze()  # to the oldest generation
-            gc.enable()
 
 
 def _mebibytes(nbytes: int) -> str:

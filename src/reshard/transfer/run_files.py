@@ -27,6 +27,10 @@ from reshard.transfer import locks
 OUTPUT, JOURNAL, ASIDE, REPLACED = "output", "journal", "aside", "replaced"
 """Names in the folder of a run: the future destination, the journal, and later a file with the name that the old folder
 has while it is aside, and this folder itself."""
+MARKER = "reshard-unfinished.json"
+"""In a store: the object that exists until the output is complete."""
+MIN_RENEWAL_SECONDS = 5.0
+"""Least seconds between two renewals of a marker, if files are uploaded faster."""
 
 
 def partials(target: Path) -> list[Path]:

@@ -23,17 +23,13 @@ from reshard.base.plain_json import json_of
 from reshard.stores.bucket import Bucket
 from reshard.stores.file_info import FileInfo
 from reshard.transfer.journal import Journal, JournalContent, parsed_journal
+from reshard.transfer.run_files import MARKER
 from reshard.version import __version__
-
-MARKER = "reshard-unfinished.json"
 
 ABOUT = "An unfinished conversion by reshard: as long as this object exists, the others are not a checkpoint."
 
 RENEWAL_SECONDS = 60.0
 """Seconds after which an active run renews its marker."""
-
-MIN_RENEWAL_SECONDS = 5.0
-"""Least seconds between two renewals, if files are uploaded faster."""
 
 LOST_AFTER_SECONDS = 3 * RENEWAL_SECONDS
 """Seconds without a renewal after which a run on another machine is presumed dead."""

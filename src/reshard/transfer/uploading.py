@@ -20,22 +20,18 @@ from secrets import token_hex
 from threading import Event, Lock
 
 from reshard.base.errors import ReshardError, listed
+from reshard.base.later_imports import imported_later
 from reshard.base.quantities import size
 from reshard.stores import StorePath
 from reshard.stores.bucket import Bucket, UploadStoppedError
-from reshard.transfer.journal import Journal
 from reshard.transfer.leftovers import Unfinished, remove_unfinished, unfinished
-from reshard.transfer.run_files import JOURNAL, OUTPUT
-from reshard.transfer.staging import OnResume, may_pass, worked
-from reshard.transfer.unfinished_marker import (
-    MARKER,
-    MIN_RENEWAL_SECONDS,
-    DestinationClaim,
-    busy,
-    is_live,
-    marker_in,
-    own_name,
-)
+from reshard.transfer.run_files import JOURNAL, MARKER, MIN_RENEWAL_SECONDS, OUTPUT
+
+with imported_later(__name__):
+    from reshard.transfer.journal import Journal
+    from reshard.transfer.staging import OnResume, may_pass, worked
+    from reshard.transfer.unfinished_marker import DestinationClaim, busy, is_live, marker_in, own_name
+
 
 SMALL_OBJECT_BYTES = 16 << 20
 """Objects of fewer bytes are removed before larger ones: what makes old files a checkpoint is small."""

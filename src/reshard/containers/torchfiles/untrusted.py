@@ -20,7 +20,7 @@ MAX_NUMBER = 1 << 62
 
 def sizes(values: Any) -> tuple[int, ...]:
     """`values` as sizes or strides. Raises TypeError for anything else."""
-    if not isinstance(values, tuple | list):
+    if not isinstance(values, (tuple, list)):
         raise TypeError(f"{reprlib.repr(values)} where sizes are expected")
     for value in values:
         if type(value) is not int or not 0 <= value < MAX_NUMBER:
@@ -34,7 +34,7 @@ MAX_AXES = 64
 
 def shape_of(values: Any) -> tuple[int, ...]:
     """`values` as the sizes or strides of a tensor. Raises TypeError for anything else."""
-    if isinstance(values, tuple | list) and len(values) > MAX_AXES:
+    if isinstance(values, (tuple, list)) and len(values) > MAX_AXES:
         raise TypeError(f"{len(values)} axes where a tensor has at most {MAX_AXES}")
     return sizes(values)
 

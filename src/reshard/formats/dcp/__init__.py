@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from reshard.base.later_imports import imported_later
+from reshard.formats import detection
 from reshard.formats.contract import LIVE, Format, Naming, Target
-from reshard.formats.dcp.folder import NAME, DcpWriting, detect, open_checkpoint
 from reshard.formats.optimizer import MOMENTS
 
+with imported_later(__name__):
+    from reshard.formats.dcp.folder import DcpWriting, open_checkpoint
+
 FORMAT = Format(
-    NAME,
+    detection.DCP,
     "a folder of torch.distributed.checkpoint (.metadata and *.distcp)",
-    detect,
+    detection.is_dcp,
     open_checkpoint,
     Target(DcpWriting, Naming((LIVE,)), states=MOMENTS),
     aliases=("torch-dcp", "torchtitan"),

@@ -21,8 +21,9 @@ from pathlib import Path
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import assemble, overlaps
 from reshard.base.errors import Problem, ReshardError, cause_of, listed, raise_all
-from reshard.containers.dcp_chunks import METADATA, ChunkFolder
+from reshard.containers.dcp_chunks import ChunkFolder
 from reshard.containers.dcp_metadata import DcpMetadata, DcpTensor, chunk_spans, read_metadata
+from reshard.containers.file_names import DCP_METADATA
 from reshard.containers.torchfiles.read import ChunkReader
 from reshard.families.dialect import HUB
 from reshard.families.dialects.torchtitan import TORCHTITAN
@@ -33,13 +34,13 @@ from reshard.formats.copied_files import CopyFinder, explained
 from reshard.formats.dcp import olmo_core, torchtitan
 from reshard.formats.dcp.optimizer_states import OPTIMIZER_KEY as OPTIMIZER_NEST
 from reshard.formats.dcp.optimizer_states import DcpOptimizer, read_optimizer, step_tensor
+from reshard.formats.detection import DCP
 from reshard.formats.dropped import OTHER_OBJECTS, PROGRESS, RANDOM_STATES, SCHEDULES, rule_of
 from reshard.formats.optimizer import MOMENTS, OPTIMIZER_STATES, OptimizerContents, OptimizerStates
 from reshard.formats.state_dict_names import prefix_of
 from reshard.transfer.plan import OutputFile
 from reshard.transfer.source_files import Sources
 
-NAME = "dcp"
 NAMINGS = (torchtitan.in_its_dialect, olmo_core.in_its_dialect)
 """For each engine with names of its own: the checkpoint in its dialect or the Hub's; None if the names are not its."""
 
@@ -68,11 +69,6 @@ ACCELERATE = re.compile(r"pytorch_model_fsdp_(\d+)")
 STEP_FOLDER = re.compile(r"(?:(?:global_)?step|checkpoint)[_-]?(\d+)")
 
 
-def detect(path: Path) -> bool:
-    """Whether `path` is a folder that dcp.save wrote, or began to write."""
-    return path.is_dir() and ((path / METADATA).is_file() or any(path.glob("__*_*.distcp")))
-
-
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder. Raises ReshardError naming all that is missing, damaged, or ambiguous."""
     step = _step_of(path)
@@ -97,7 +93,7 @@ def _step_of(path: Path) -> int | None:
 
 
 def _open(path: Path, sources: Sources, step: int | None) -> Checkpoint:
-    metadata = read_metadata(path / METADATA, sources)
+    metadata = read_metadata(path / DCP_METADATA, sources)
     parts = _SortedKeys(metadata)
     weights = parts.weights(path)
     optimizer = _optimizer_beside(path, sources, parts)
@@ -110,7 +106,7 @@ def _open(path: Path, sources: Sources, step: int | None) -> Checkpoint:
     reader.finish()
     checkpoint = Checkpoint(
         path=path,
-        format=NAME,
+        format=DCP,
         dialect=HUB,
         tensors=tensors,
         description=ModelDescription(path),
@@ -243,7 +239,7 @@ def _another_model(folder: Path, prefix: str, other: str, tensors: Mapping[str, 
         "dcp-several-models",
         "the checkpoint contains more than one model",
         tensor=f"{other}{listed(list(tensors), 1)}",
-        file=str(folder / METADATA),
+        file=str(folder / DCP_METADATA),
         rule="one conversion converts one model; nothing is dropped silently",
         expected=f"all weights below {prefix!r}" if prefix else "all weights at the top",
         found=f"others below {other!r}" if other else "others at the top",
@@ -262,7 +258,7 @@ def _mixed_engine_problems(folder: Path, names: Iterable[str]) -> Iterator[Probl
             "dcp-models-mixed",
             "tensors of two models are mixed",
             tensor=", ".join(embeddings),
-            file=str(folder / METADATA),
+            file=str(folder / DCP_METADATA),
             rule="a model has one embedding",
             remedy="two models were saved into this folder: save each model into its own folder",
         )
@@ -321,9 +317,9 @@ def _optimizer_beside(path: Path, sources: Sources, parts: _SortedKeys) -> DcpMe
     """The optimizer in `optimizer_0`, which accelerate writes next to `pytorch_model_fsdp_0`; counted as dropped."""
     match = ACCELERATE.fullmatch(path.name)
     folder = path.parent / f"optimizer_{match[1]}" if match else None
-    if folder is None or not (folder / METADATA).is_file():
+    if folder is None or not (folder / DCP_METADATA).is_file():
         return None
-    metadata = read_metadata(folder / METADATA, sources)
+    metadata = read_metadata(folder / DCP_METADATA, sources)
     parts.dropped[OPTIMIZER_STATES] += _nbytes(metadata.tensors)
     parts.dropped[OPTIMIZER_STATES] += sum(chunk.length for chunk in metadata.objects.values())
     return metadata

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from reshard.base.later_imports import imported_later
+from reshard.formats import detection
 from reshard.formats.contract import LIVE, Format, Naming, StoredDtypes, Target
-from reshard.formats.deepspeed.folder import NAME, detect, open_checkpoint
-from reshard.formats.deepspeed.universal import UniversalWriting
 from reshard.formats.optimizer import MOMENTS
 
+with imported_later(__name__):
+    from reshard.formats.deepspeed.folder import open_checkpoint
+    from reshard.formats.deepspeed.universal import UniversalWriting
+
 FORMAT = Format(
-    NAME,
+    detection.DEEPSPEED,
     "DeepSpeed checkpoint: ZeRO 0 to 3, or universal",
-    detect,
+    detection.is_deepspeed,
     open_checkpoint,
     Target(UniversalWriting, Naming((LIVE,)), dtypes=StoredDtypes("float32"), states=MOMENTS),
     aliases=("ds", "zero"),

@@ -15,49 +15,17 @@ from pathlib import Path
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
 from reshard.families.dialect import HUB
-from reshard.folders.allowed_paths import folders_in, is_here
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
-from reshard.formats.deepspeed.step_files import holds_step, is_universal, read_step
+from reshard.formats.deepspeed.step_files import read_step
 from reshard.formats.deepspeed.universal import read_universal
 from reshard.formats.deepspeed.zero import read_weights
+from reshard.formats.detection import DEEPSPEED, TRACKERS, deepspeed_steps, is_universal, tracked_tag
 from reshard.formats.state_dict_names import prefix_of, without_buffers
 from reshard.formats.unique_names import under_new_names
-from reshard.stores import open_file
 from reshard.transfer.source_files import Sources
 
-NAME = "deepspeed"
-TRACKERS = ("latest", "latest_universal")
-_TAG = re.compile(r"global_step\d+\w*")
 _NUMBER = re.compile(r"(\d+)(?:[-_]?universal)?$")
-
-
-def detect(path: Path) -> bool:
-    """Whether `path` is the folder of a step, a folder with such folders, or one with only the tracker file left."""
-    return path.is_dir() and (bool(_steps(path)) or _tracked_tag(path) is not None)
-
-
-def _steps(path: Path) -> dict[str, Path]:
-    """The folders of steps at or below `path`, by name."""
-    if holds_step(path):
-        return {path.name: path}
-    return {child.name: child for child in folders_in(path) if holds_step(child)}
-
-
-def _tracked_tag(path: Path) -> str | None:
-    """The tag in a DeepSpeed tracker file."""
-    for tracker in (path / name for name in TRACKERS):
-        if tracker.is_file() and tracker.stat().st_size < 256:
-            with open_file(tracker) as file:
-                tag = file.read(0, 256).decode("utf-8", "replace").strip()
-            *above, name = re.split(
-                r"[/\\]", tag
-            )  # a tag is a name; a tag that leads elsewhere is reported, but not followed
-            if _TAG.fullmatch(name) or (
-                not above and name not in ("", ".", "..") and is_here(str(path / name), ".")
-            ):
-                return tag
-    return None
 
 
 def _number(name: str) -> int | None:
@@ -74,7 +42,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     weights.dropped["rotary buffers"] += without_buffers(weights.tensors)
     return Checkpoint(
         path=folder,
-        format=NAME,
+        format=DEEPSPEED,
         dialect=HUB,
         tensors=_without_prefix(prefix, weights.tensors),
         description=ModelDescription(_root(folder)),
@@ -101,7 +69,7 @@ def _root(folder: Path) -> Path:
 
 def _choose(path: Path, iteration: Iteration | None) -> Path:
     """The folder of the step. Raises ReshardError if it does not exist, or if the step is ambiguous."""
-    steps = _steps(path)
+    steps = deepspeed_steps(path)
     listed = ", ".join(steps) or "no folder of a step"
     if iteration is not None:
         matches = [step for name, step in steps.items() if _number(name) == iteration]
@@ -114,7 +82,7 @@ def _choose(path: Path, iteration: Iteration | None) -> Path:
                 remedy="choose one of these with --iteration",
             )
         return matches[0]
-    tag = _tracked_tag(path) if path.name not in steps else None
+    tag = tracked_tag(path) if path.name not in steps else None
     if tag is None and len(steps) == 1:
         return next(iter(steps.values()))
     if tag is None:

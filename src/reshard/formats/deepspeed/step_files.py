@@ -20,18 +20,12 @@ from reshard.containers.torchfiles.pickles import Opaque
 from reshard.containers.torchfiles.read import read_dict, scalar
 from reshard.containers.torchfiles.untrusted import stored_in, values_of
 from reshard.formats.copied_files import ANOTHER_RUN, ONE_RUN, copied, copy_problem, of_other_runs
+from reshard.formats.detection import MODEL_FILE, OPTIMIZER_FILE, PIPELINE_FILE
 from reshard.transfer.source_files import Sources
 
-MODEL_FILE = re.compile(
-    r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)(?:_\d+)?_model_states\.pt"
-)
-OPTIMIZER_FILE = re.compile(
-    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model_rank>\d+)(?:_\d+)?_?optim_states\.pt"
-)
 EXPERT_FILE = re.compile(
     r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<model_rank>\d+)_model_states\.pt"
 )
-PIPELINE_FILE = re.compile(r"layer_\d+-model_.*states\.pt")
 
 COPY_AGAIN = "copy it again from where it was saved, with the files of all nodes"
 UNIVERSAL_FIRST = "convert it to a universal checkpoint with DeepSpeed's ds_to_universal.py, and pass that"
@@ -78,22 +72,6 @@ class StepFiles:
     def ranks(self) -> int:
         """The number of ranks that share the optimizer."""
         return len(self.optimizers) or len(self.models)
-
-
-def holds_step(folder: Path) -> bool:
-    """Whether `folder` is a step that DeepSpeed saved."""
-    if any(
-        MODEL_FILE.fullmatch(p.name) or OPTIMIZER_FILE.fullmatch(p.name) for p in folder.glob("*_states.pt")
-    ):
-        return True
-    return is_universal(folder) or any(
-        PIPELINE_FILE.fullmatch(p.name) for p in folder.glob("layer_*states.pt")
-    )
-
-
-def is_universal(folder: Path) -> bool:
-    """Whether `folder` is a universal checkpoint: a folder for each parameter."""
-    return any((folder / "zero").glob("*/fp32.pt"))
 
 
 def read_models(folder: Path, sources: Sources) -> dict[int, LoadedFile]:

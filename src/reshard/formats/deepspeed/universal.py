@@ -24,7 +24,11 @@ from reshard.containers.file_names import path_below
 from reshard.containers.torchfiles.pickles import Global, Reduce
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
-from reshard.formats.contract import KEEPS_ITS_DTYPE, PlannedStates, Writing
+from reshard.formats.contract import (
+    KEEPS_ITS_DTYPE,
+    PlannedStates,
+    Writing,
+)
 from reshard.formats.deepspeed.step_files import COPY_AGAIN, LoadedFile, StepFiles, read_models
 from reshard.formats.deepspeed.zero import (
     MASTER_COPIES,

@@ -18,6 +18,7 @@ from functools import partial
 from math import prod
 from typing import Any, TypeGuard
 
+from reshard.algebra.dtypes import castable
 from reshard.algebra.split_vectors import SplitVector
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor
@@ -40,7 +41,6 @@ from reshard.formats.optimizer import (
     OptimizerStates,
     settings_of,
 )
-from reshard.transfer.elements import castable
 
 MASTER_COPIES = "copies of fp32 masters"
 ROUNDED = "the module's weights equal the rounded fp32 masters"

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from reshard.base.later_imports import imported_later
+from reshard.formats import detection
 from reshard.formats.contract import LIVE, Format, Naming, Ranks, Target
-from reshard.formats.fsdp_ranks.folder import NAME, detect, open_checkpoint
-from reshard.formats.fsdp_ranks.write import HUB_FOLDER, RanksWriting, fit
 from reshard.formats.optimizer import MOMENTS
 
+with imported_later(__name__):
+    from reshard.formats.fsdp_ranks.folder import open_checkpoint
+    from reshard.formats.fsdp_ranks.write import RanksWriting, fit
+
 FORMAT = Format(
-    NAME,
+    detection.FSDP_RANKS,
     "FSDP state dicts, a file for each rank (model_world_size_*_rank_*.pt, pytorch_model_fsdp*.bin)",
-    detect,
+    detection.is_fsdp_ranks,
     open_checkpoint,
     Target(
         RanksWriting,
         Naming((LIVE,)),
         Ranks(data_parallel=True),
         states=MOMENTS,
-        beside=HUB_FOLDER,
+        beside="huggingface",
         fit=fit,
     ),
     aliases=("fsdp", "fsdp1", "fsdp2"),

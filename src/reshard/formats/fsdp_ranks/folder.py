@@ -20,14 +20,13 @@ from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats import flat_parameters
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
+from reshard.formats.detection import FSDP_RANKS
 from reshard.formats.fsdp_ranks.optimizer_states import RankFileData, find_optimizer
-from reshard.formats.fsdp_ranks.rank_files import RankFiles, check_names, choose, is_of_rank, saves
+from reshard.formats.fsdp_ranks.rank_files import RankFiles, check_names, choose
 from reshard.formats.fsdp_ranks.tensor_parts import FLAT, CollectedParts, Parts, find_parts, joined, writers
 from reshard.formats.optimizer import OPTIMIZER_STATES, OptimizerContents
 from reshard.formats.state_dict_names import without_buffers
 from reshard.transfer.source_files import Sources
-
-NAME = "fsdp-ranks"
 
 _LEFT_BEHIND = {"optim": OPTIMIZER_STATES, "extra_state": "training state"}
 _NESTED = ("state_dict", "model", "module")
@@ -36,13 +35,6 @@ _FLAT_NOTE = (
     "FSDP1 flattened the parameters (LOCAL_STATE_DICT), and their shapes come from config.json; pass "
     "the Hugging Face folder that training started from: --base DIR"
 )
-
-
-def detect(path: Path) -> bool:
-    """Whether `path` is a folder with such files, or one of them."""
-    if path.is_file():
-        return is_of_rank(path.name)
-    return path.is_dir() and bool(saves(path)) and not any(path.glob("*.safetensors"))
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -74,7 +66,7 @@ def _checkpoint(
     whole = frozenset(name for name, pairs in parts.items() if pairs[0][1].kind == "plain")
     return Checkpoint(
         path=path,
-        format=NAME,
+        format=FSDP_RANKS,
         dialect=HUB,
         tensors=tensors,
         description=ModelDescription(files.folder),

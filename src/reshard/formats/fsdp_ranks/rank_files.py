@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
 from reshard.base.errors import Problem, ReshardError, raise_all
+from reshard.formats.detection import fsdp_saves
 
-_RANK = re.compile(
-    r"(?P<save>(?:(?:pytorch_)?model|checkpoint|ckpt|weights|state_dict)?(?:[_-]\w+?)?)[_-]?rank[_-]?(?P<rank>\d+)"
-    r"\.(?:pt|pth|bin)"
-)
 _WORLD = re.compile(r".*world_size_(\d+)")
-_WHOLE = re.compile(r"(?P<save>pytorch_model_fsdp(?:_\d+)?)\.bin")
 COPY_ALL = "copy the files of all ranks from all nodes into one folder"
 
 
@@ -30,26 +25,9 @@ class RankFiles(NamedTuple):
         return next(iter(self.ranks.values())).parent
 
 
-def is_of_rank(name: str) -> bool:
-    """Whether a file with this name has the model of a rank, or of all ranks."""
-    return bool(_RANK.fullmatch(name) or _WHOLE.fullmatch(name))
-
-
-def saves(folder: Path) -> dict[str, dict[int, Path]]:
-    """The files of each save in a folder, by rank; a file with the gathered model counts as that of rank 0."""
-    saves: dict[str, dict[int, Path]] = defaultdict(dict)
-    for path in sorted(folder.iterdir()):
-        match = _RANK.fullmatch(path.name)
-        if match:
-            saves[match["save"]][int(match["rank"])] = path
-        elif whole := _WHOLE.fullmatch(path.name):
-            saves[f"{whole['save']} in one file"][0] = path
-    return dict(saves)
-
-
 def choose(path: Path) -> RankFiles:
     """The one save at `path`, which may also be the file of one of its ranks."""
-    by_save = saves(path if path.is_dir() else path.parent)
+    by_save = fsdp_saves(path if path.is_dir() else path.parent)
     if path.is_file():
         by_save = {save: ranks for save, ranks in by_save.items() if path in ranks.values()}
     if len(by_save) > 1:

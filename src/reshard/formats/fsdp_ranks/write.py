@@ -22,7 +22,13 @@ from reshard.containers.torchfiles.read import first_bytes
 from reshard.containers.torchfiles.write import NewTensor, filled, layout_torch_file
 from reshard.containers.torchfiles.write_dtensor import MESH_RANKS, RankWriter
 from reshard.families import live_names
-from reshard.formats.contract import HUB, KEEPS_ITS_DTYPE, Request, Writing, stateless
+from reshard.formats.contract import (
+    HUB,
+    KEEPS_ITS_DTYPE,
+    Request,
+    Writing,
+    stateless,
+)
 from reshard.formats.fsdp_ranks.optimizer_states import EXTRA, MODEL, OPTIM, RankFileData, SavedOptimizer
 from reshard.formats.sharding import Shard, blocks_of
 from reshard.formats.state_dict_names import stripped
@@ -34,8 +40,6 @@ MESH_DEVICE = "cuda"
 MESH_AXIS = "fsdp"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """Part of the name of an expert's own tensor: transformers 5 has one tensor for all experts of a layer."""
-HUB_FOLDER = "huggingface"
-"""The folder of config and tokenizer."""
 
 
 def saved_in(request: Request) -> RankFileData:

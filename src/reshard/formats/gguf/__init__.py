@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from reshard.base.later_imports import imported_later
+from reshard.formats import detection
 from reshard.formats.contract import Format
-from reshard.formats.gguf import folder, write
+
+with imported_later(__name__):
+    from reshard.formats.gguf.folder import open_checkpoint
+    from reshard.formats.gguf.write import TARGET
 
 FORMAT = Format(
-    folder.NAME,
+    detection.GGUF,
     "a file of llama.cpp, which Ollama and LM Studio load too; split files are read",
-    folder.detect,
-    folder.open_checkpoint,
-    write.TARGET,
+    detection.is_gguf,
+    open_checkpoint,
+    TARGET,
     aliases=("llama.cpp", "llama-cpp"),
     seen={"GGUF": r"(?i:\.gguf$|[-_]gguf\b)"},
     judged=("llama.cpp",),

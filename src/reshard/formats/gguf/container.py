@@ -18,11 +18,12 @@ import numpy as np
 
 from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.codecs.gguf_types import TENSOR_TYPES, TensorType
+from reshard.formats.detection import GGUF_MAGIC
 from reshard.formats.gguf.value_types import Metadata, Value, ValueType
 from reshard.stores import OpenFile
 from reshard.transfer.source_files import Sources
 
-MAGIC, VERSION = b"GGUF", 3
+VERSION = 3
 ALIGNMENT, ALIGNED_AS = 32, "general.alignment"
 HEADER_MOST = 64 << 20
 """Most bytes of the metadata and the infos of tensors: several times those of the largest vocabularies."""
@@ -80,7 +81,7 @@ class _Cursor:
     """Reads a file from its beginning."""
 
     def __init__(self, file: OpenFile) -> None:
-        self._file = file
+        self._file, self._size = file, file.size
         self._buffer = b""
         self._begin = 0
         self.at = 0
@@ -88,12 +89,12 @@ class _Cursor:
     def take(self, count: int) -> bytes:
         """The next bytes."""
         end = self.at + count
-        if end > self._file.size:
+        if end > self._size:
             raise _CutError
         if end > HEADER_MOST:
             raise _InvalidError(f"metadata of more than {HEADER_MOST:,} bytes")
         if end > self._begin + len(self._buffer):
-            wanted = min(max(count, READ_AT_ONCE), self._file.size - self.at)
+            wanted = min(max(count, READ_AT_ONCE), self._size - self.at)
             self._buffer, self._begin = self._file.read(self.at, wanted), self.at
         first = self.at - self._begin
         self.at = end
@@ -161,11 +162,6 @@ def _decoded(content: bytes) -> str | bytes:
         return content
 
 
-def is_gguf(begin: bytes) -> bool:
-    """Whether these are the first bytes of a GGUF file."""
-    return begin.startswith(MAGIC)
-
-
 def read(path: Path, sources: Sources) -> GgufContent:
     """The content of a file. Raises ReshardError naming all tensors that are not in it."""
     with sources.open(path) as file:
@@ -180,7 +176,7 @@ def read(path: Path, sources: Sources) -> GgufContent:
 
 
 def _parsed(cursor: _Cursor, path: Path) -> GgufContent:
-    if not is_gguf(cursor.take(4)):
+    if cursor.take(len(GGUF_MAGIC)) != GGUF_MAGIC:
         raise _InvalidError("another beginning than GGUF")
     version = cursor.number("I")
     if version not in (2, 3):
@@ -296,7 +292,7 @@ def header(
 ) -> tuple[bytes, list[int]]:
     """The first bytes of a file with these tensors, and the offset of each in the file."""
     infos = list(infos)
-    parts = [MAGIC, struct.pack("<IQQ", VERSION, len(infos), len(metadata))]
+    parts = [GGUF_MAGIC, struct.pack("<IQQ", VERSION, len(infos), len(metadata))]
     for key, value in metadata.items():
         parts += [_text(key), struct.pack("<I", value.type), _packed(value)]
     offsets, end = [], 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,14 @@ from reshard.codecs.gguf_types import READABLE_TYPES
 from reshard.families.dialects.gguf import GGUF
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
-from reshard.formats import huggingface
+from reshard.formats import detection
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.gguf import container
 from reshard.formats.gguf.config_of_metadata import config_of, recorded_by
 from reshard.formats.gguf.container import COPY_AGAIN, GgufContent, TensorInfo
 from reshard.formats.gguf.value_types import Metadata
-from reshard.stores import open_file
 from reshard.transfer.source_files import Sources
 
-NAME = "gguf"
 SPLIT_FILE = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """The name of a part of a split file: `model-00001-of-00003.gguf`."""
 SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
@@ -41,20 +38,6 @@ ROPE_TENSORS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight")
 DROPPED_FREQUENCIES = "rotary frequencies"
 DIVISORS, MOST_DIVISORS = "rope_freqs.weight", 1 << 16
 """What llama3 scaling divides each rotary frequency by, and most of its bytes."""
-
-
-def detect(path: Path) -> bool:
-    """Whether `path` is a GGUF file, or a folder with one."""
-    if path.is_file():
-        return _begins_as_gguf(path)
-    return any(path.glob("*.gguf")) and not huggingface.detect(path)
-
-
-def _begins_as_gguf(path: Path) -> bool:
-    """The names of files do not tell: those of Ollama have digests as names."""
-    with suppress(OSError, ReshardError), open_file(path) as file:
-        return container.is_gguf(file.read(0, 4))
-    return False
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -82,7 +65,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         check_package()
     return Checkpoint(
         path=path,
-        format=NAME,
+        format=detection.GGUF,
         dialect=GGUF,
         tensors=tensors,
         description=ModelDescription(

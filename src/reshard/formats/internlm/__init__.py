@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from reshard.base.later_imports import imported_later
+from reshard.formats import detection
 from reshard.formats.contract import Format, Naming, Ranks, Target
-from reshard.formats.internlm.folder import NAME, detect, open_checkpoint
-from reshard.formats.internlm.write import InternlmWriting, fit
+
+with imported_later(__name__):
+    from reshard.formats.internlm.folder import open_checkpoint
+    from reshard.formats.internlm.write import InternlmWriting, fit
 
 FORMAT = Format(
-    NAME,
+    detection.INTERNLM,
     "InternEvo checkpoint, a file for each rank (model_tp*_pp*.pt)",
-    detect,
+    detection.is_internlm,
     open_checkpoint,
-    Target(
-        InternlmWriting,
-        Naming(("internlm2", "internlm")),
-        Ranks(("tp", "pp", "vpp")),
-        fit=fit,
-    ),
+    Target(InternlmWriting, Naming(("internlm2", "internlm")), Ranks(("tp", "pp", "vpp")), fit=fit),
     aliases=("internevo",),
     parts=(
         *("optimizer_tp*.pt", "optimizer_wp*.pt", "gating_*.pt", "context.pt", "sampler.pt"),

@@ -24,6 +24,7 @@ from reshard.folders.companion_names import CONFIG as HUB_CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.folders.json_objects import read_object
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
+from reshard.formats.detection import INTERNLM, INTERNLM_RANK, is_internlm
 from reshard.formats.internlm.join_shards import COPY_AGAIN, InternEvoRank, ShardCollector, another_rank
 from reshard.formats.internlm.model_config import (
     ASSUMED,
@@ -49,18 +50,7 @@ from reshard.formats.optimizer import OPTIMIZER_STATES
 from reshard.formats.state_dict_names import without_buffers
 from reshard.transfer.source_files import Sources
 
-NAME = "internlm"
-
-_RANK = re.compile(r"model_(?:tp(\d+)(?:_wp(\d+))?|wp(\d+))_pp(\d+)\.pt")
 _EXPERT = re.compile(r"model_moe_layer(\d+)_expert(\d+)_(tp|wp)(\d+)\.pt")
-_FSDP = re.compile(r"model_tp\d+_pp\d+_(?:dp|zo)\d+\.pt")
-
-
-def detect(path: Path) -> bool:
-    """Whether `path` is a folder with the files of ranks."""
-    return path.is_dir() and any(
-        (_RANK.fullmatch(child.name) or _FSDP.fullmatch(child.name)) for child in path.glob("model_*.pt")
-    )
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -86,7 +76,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     recorded = derived and {key: value for key, value in derived.items() if key != ASSUMED}
     return Checkpoint(
         path=folder,
-        format=NAME,
+        format=INTERNLM,
         dialect=dialect(
             "internlm2" if kind in ("internlm2", "llama") else "internlm", interleaved=interleaved
         ),
@@ -111,7 +101,7 @@ def _step(path: Path, iteration: Iteration | None) -> Path:
     if iteration is None or path.resolve().name == str(iteration):
         return path
     folder = path.resolve().parent / str(iteration)
-    if path.resolve().name.isdecimal() and detect(folder):
+    if path.resolve().name.isdecimal() and is_internlm(folder):
         return folder
     raise ReshardError(
         "internlm-iteration-not-found",
@@ -127,7 +117,7 @@ def _ranks(folder: Path) -> dict[InternEvoRank, Path]:
     """The file of each rank. Raises ReshardError for missing ones, as far as the names of the others imply them."""
     files = {}
     for path in folder.glob("model_*.pt"):
-        if match := _RANK.fullmatch(path.name):
+        if match := INTERNLM_RANK.fullmatch(path.name):
             tp, wp, only_wp, pp = match.groups()
             files[InternEvoRank(_number(tp), _number(wp or only_wp), int(pp))] = path
     if not files:

@@ -8,53 +8,39 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.algebra.layout import AXES
+from reshard.base.later_imports import imported_later
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
+from reshard.formats import detection
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import (
-    CheckpointKind,
-    Format,
-    Naming,
-    Ranks,
-    StoredDtypes,
-    Target,
-)
-from reshard.formats.megatron import (
-    fsdp_dtensor,
-    fsdp_dtensor_writing,
-    legacy,
-    nemo_ranks,
-    torch_dist,
-    zarr,
-)
-from reshard.formats.megatron.megatron_request import fit
+from reshard.formats.contract import CheckpointKind, Format, Naming, Ranks, StoredDtypes, Target
 from reshard.formats.optimizer import MASTER_STATE, MOMENTS, MOMENTUM
 from reshard.transfer.source_files import Sources
+
+with imported_later(__name__):
+    from reshard.formats.megatron.fsdp_dtensor_writing import FsdpDtensorWriting
+    from reshard.formats.megatron.fsdp_dtensor_writing import fit as fit_fsdp_dtensor
+    from reshard.formats.megatron.legacy import LegacyWriting
+    from reshard.formats.megatron.legacy import open_checkpoint as open_legacy
+    from reshard.formats.megatron.megatron_request import fit
+    from reshard.formats.megatron.nemo_ranks import open_checkpoint as open_nemo
+    from reshard.formats.megatron.torch_dist import TorchDistWriting
+    from reshard.formats.megatron.torch_dist import open_checkpoint as open_torch_dist
+    from reshard.formats.megatron.zarr import open_checkpoint as open_zarr
 
 
 def _open(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open an iteration of a run, in whichever of the formats it is: a run may have changed formats."""
     step, _ = iterations.choose(path, iteration)
-    opened = next((opened for detect, opened in _READERS if detect(step)), torch_dist.open_checkpoint)
+    opened = next((opened for detect, opened in _READERS if detect(step)), open_torch_dist)
     return opened(path, sources, iteration)
 
 
 _READERS = (
-    (torch_dist.detect, torch_dist.open_checkpoint),
-    (zarr.detect, zarr.open_checkpoint),
-    (legacy.detect, legacy.open_checkpoint),
+    (detection.is_torch_dist, open_torch_dist),
+    (detection.is_zarr, open_zarr),
+    (detection.is_legacy, open_legacy),
 )
-
-
-def _is_of_torch(path: Path) -> bool:
-    """Whether torch's DCP alone saved the iterations: names of files do not tell Megatron-FSDP from torch_dcp."""
-    common = ("common.pt", "metadata.json")
-    folders = iterations.iteration_folders(path)
-    return torch_dist.detect(path) and not any(
-        (folder / name).is_file() for folder in folders for name in common
-    )
-
-
 NAMES = Naming(("mcore",))
 _OF_RUN = (
     *("latest_checkpointed_iteration.txt", "latest_wandb_artifact_path.txt"),
@@ -63,12 +49,12 @@ _OF_RUN = (
 """Files next to the weights in both formats, and next to all iterations."""
 
 TORCH_DIST = Format(
-    torch_dist.NAME,
+    detection.TORCH_DIST,
     "Megatron-Core distributed checkpoint (torch_dist)",
-    torch_dist.detect,
+    detection.is_torch_dist,
     _open,
     Target(
-        torch_dist.TorchDistWriting,
+        TorchDistWriting,
         NAMES,
         Ranks(AXES),
         holds=frozenset({CheckpointKind.MODEL, CheckpointKind.ADAPTER}),
@@ -82,47 +68,47 @@ TORCH_DIST = Format(
     judged=("megatron-core", "Megatron-Bridge", "NeMo"),
 )
 ZARR = Format(
-    zarr.NAME,
+    detection.ZARR,
     "Megatron-Core distributed checkpoint in zarr, which older versions and NeMo saved",
-    zarr.detect,
+    detection.is_zarr,
     _open,
     aliases=("zarr",),
-    instead=torch_dist.NAME,
+    instead=detection.TORCH_DIST,
     parts=(*_OF_RUN, "metadata.json", "common.pt", ".zarray"),
     judged=("megatron-core",),
 )
 LEGACY = Format(
-    legacy.NAME,
+    detection.LEGACY,
     "Megatron legacy checkpoint, a file for each rank (mp_rank_*)",
-    legacy.detect,
-    legacy.open_checkpoint,
-    Target(legacy.LegacyWriting, NAMES, Ranks(AXES), fit=fit),
+    detection.is_legacy,
+    open_legacy,
+    Target(LegacyWriting, NAMES, Ranks(AXES), fit=fit),
     aliases=("legacy", "mcore-legacy"),
     parts=(*_OF_RUN, "distrib_optim.pt", "model_optim_rng.pt"),
     judged=("megatron-core",),
 )
 NEMO = Format(
-    nemo_ranks.NAME,
+    detection.NEMO,
     "NeMo 1's files of ranks, in a .nemo archive or unpacked (model_weights.ckpt); not tested: mcore_gpt false",
-    nemo_ranks.detect,
-    nemo_ranks.open_checkpoint,
-    instead=torch_dist.NAME,
+    detection.is_nemo,
+    open_nemo,
+    instead=detection.TORCH_DIST,
     parts=("model_config.yaml",),
     seen={"NeMo": r"\.nemo$"},
     judged=("NeMo",),
 )
 FSDP_DTENSOR = Format(
-    fsdp_dtensor.NAME,
+    detection.FSDP_DTENSOR,
     "Megatron-FSDP checkpoint (fsdp_dtensor)",
-    _is_of_torch,
+    detection.is_fsdp_dtensor,
     _open,
     Target(
-        fsdp_dtensor_writing.FsdpDtensorWriting,
+        FsdpDtensorWriting,
         NAMES,
         Ranks(AXES),
         StoredDtypes("float32"),
         states=MOMENTS,
-        fit=fsdp_dtensor_writing.fit,
+        fit=fit_fsdp_dtensor,
     ),
     aliases=("fsdp-dtensor", "mfsdp"),
     parts=(*_OF_RUN, ".metadata", "*.distcp"),

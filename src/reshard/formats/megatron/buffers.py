@@ -23,6 +23,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from reshard.algebra.dtypes import castable
 from reshard.algebra.layout import Layout, SavedLayout
 from reshard.algebra.split_vectors import SplitVector
 from reshard.algebra.tensors import Replica, Tensor
@@ -43,7 +44,6 @@ from reshard.formats.megatron.rank_states import MegatronRank, RankStates
 from reshard.formats.optimizer import OptimizerStates
 from reshard.formats.sharding import Shard, TensorShards
 from reshard.stores import as_path
-from reshard.transfer.elements import castable
 from reshard.transfer.plan import Planned
 
 STATE_KEYS = {"fp32": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

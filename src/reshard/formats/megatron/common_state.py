@@ -20,10 +20,10 @@ from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata
 from reshard.containers.torchfiles.read import read_torch_file
+from reshard.formats.detection import COMMON_FILE
 from reshard.formats.unique_names import under_new_names
 from reshard.transfer.source_files import Sources
 
-COMMON_FILE = "common.pt"
 _OBJECT = "common_state/shard_0_1"
 _ENTRIES = ("args", "checkpoint_version", "iteration")
 OBJECTS_READ = frozenset({_OBJECT, *_ENTRIES})

@@ -29,13 +29,13 @@ from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor
 from reshard.containers.torchfiles.read import ChunkReader, read_torch_file, scalar
 from reshard.containers.torchfiles.untrusted import number_of
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.detection import FSDP_DTENSOR
 from reshard.formats.megatron.common_state import with_expert_before_module
 from reshard.formats.megatron.mcore import BELOW, is_carried, is_gated, unfused
 from reshard.formats.megatron.optimizer_states import MAX_VALUES, distributed_of
 from reshard.formats.optimizer import Adam
 from reshard.transfer.source_files import Sources
 
-NAME = "megatron-fsdp"
 VARIANT = "fsdp_dtensor"
 """What Megatron-LM calls the format."""
 
@@ -101,7 +101,7 @@ def recognized(checkpoint: Checkpoint, tensors: Mapping[str, DcpTensor]) -> Chec
     args, layout = checkpoint.description.args, checkpoint.layout
     return replace(
         checkpoint,
-        format=NAME,
+        format=FSDP_DTENSOR,
         problems=[
             *checkpoint.problems,
             *_delta_net_problem(tensors),

@@ -27,6 +27,7 @@ from reshard.families.dims import LAYER_PATTERN, layer_pattern
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
+from reshard.formats.detection import LEGACY, STATE_FILE
 from reshard.formats.dropped import RANDOM_STATES
 from reshard.formats.megatron.mcore import (
     BELOW,
@@ -42,7 +43,6 @@ from reshard.formats.megatron.mcore import (
 from reshard.formats.megatron.megatron_request import MegatronWriting
 from reshard.formats.megatron.rank_files import (
     LAYOUT_ARGUMENTS,
-    STATE_FILE,
     JoiningFacts,
     args_of,
     chunks_of,
@@ -57,13 +57,6 @@ from reshard.formats.optimizer import OPTIMIZER_STATES
 from reshard.formats.sharding import CollectedShards, Shard, Split, TensorShards, blocks_of
 from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.source_files import Sources
-
-NAME = "megatron-legacy"
-
-
-def detect(path: Path) -> bool:
-    """Whether `path` is an iteration folder with `mp_rank_*`, or a folder with such iterations."""
-    return any(any(folder.glob(f"mp_rank_*/{STATE_FILE}")) for folder in iterations.iteration_folders(path))
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -96,7 +89,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         raise ReshardError(problems or misfits)
     return Checkpoint(
         path=folder,
-        format=NAME,
+        format=LEGACY,
         dialect=replace(MEGATRON, engine=str(args.get(COMPUTED_BY, MEGATRON.name))),
         tensors=reader.tensors(),
         description=ModelDescription(iterations.config_folder(folder), args=args),

@@ -13,7 +13,7 @@ saved so in every version. Sources: `NLPSaveRestoreConnector` in `nlp/parts/nlp_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from reshard.base.errors import Problem, raise_all
 from reshard.containers.torchfiles.read import read_dict
 from reshard.families.dialect import MEGATRON
 from reshard.folders import iterations
-from reshard.folders.allowed_paths import check_open
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
+from reshard.formats.detection import NEMO, NEMO_FILE, nemo_files
 from reshard.formats.megatron.legacy import LegacyReader
 from reshard.formats.megatron.mcore import is_gated
 from reshard.formats.megatron.rank_files import JoiningFacts
@@ -32,9 +32,6 @@ from reshard.formats.megatron.rank_states import MegatronRank
 from reshard.formats.megatron.writers import recorded_args
 from reshard.transfer.source_files import Sources
 
-NAME = "nemo"
-WEIGHTS_FILE = "model_weights.ckpt"
-_FOLDER = re.compile(r"(?:mp_rank|tp_rank)_(\d{2,})(?:_pp_rank_(\d{3,}))?")
 _WRAPPERS = re.compile(r"(?:model\.)?(?:module\.)?")
 _NAMES = (
     (r"language_model\.(embedding\.word_embeddings|output_layer)\.", r"\1."),
@@ -57,15 +54,10 @@ _BUFFER = "inv_freq"
 _CANONICAL = re.compile(r".*\.adapter\.adapter_\w+\.linear_(in|out)\.weight")
 
 
-def detect(path: Path) -> bool:
-    """Whether files of ranks with NeMo's names are in a folder."""
-    return path.is_dir() and any(_files(path))
-
-
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open the files of all ranks. Raises ReshardError naming every rank that is missing."""
     iterations.refuse(path, iteration, "a checkpoint of NeMo 1")
-    files = dict(_files(path))
+    files = {MegatronRank(tp, pp, 0): file for tp, pp, file in nemo_files(path)}
     _check_ranks(path, files)
     contents = {rank: {"model": _under_megatrons_names(file, sources)} for rank, file in files.items()}
     facts = JoiningFacts.of_files(
@@ -77,7 +69,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     _refuse(path, reader, contents, args)
     return Checkpoint(
         path=path,
-        format=NAME,
+        format=NEMO,
         dialect=MEGATRON,
         tensors=reader.tensors(),
         description=ModelDescription(path, args=args),
@@ -86,20 +78,6 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         problems=reader.collected.copies.problems(),
         variant="Transformer Engine" if reader.fused else "local",
     )
-
-
-def _files(folder: Path) -> Iterator[tuple[MegatronRank, Path]]:
-    """The files of ranks in a folder."""
-    if (folder / WEIGHTS_FILE).is_file():
-        yield MegatronRank(0, 0, 0), folder / WEIGHTS_FILE
-        return
-    for child in sorted(folder.iterdir()):
-        match = _FOLDER.fullmatch(child.name)
-        if not match:
-            continue
-        check_open(child)
-        if (child / WEIGHTS_FILE).is_file():
-            yield MegatronRank(int(match[1]), int(match[2] or 0), 0), child / WEIGHTS_FILE
 
 
 def _check_ranks(folder: Path, files: Mapping[MegatronRank, Path]) -> None:
@@ -113,7 +91,7 @@ def _check_ranks(folder: Path, files: Mapping[MegatronRank, Path]) -> None:
         Problem(
             "nemo-rank-missing",
             "the file of a rank is missing",
-            file=str(folder / name / WEIGHTS_FILE),
+            file=str(folder / name / NEMO_FILE),
             rule=f"there are {tp} tensor-parallel ranks and {pp} stages, as other folders say",
             found=f"{len(files)} files",
             remedy="copy the missing folder from where it was saved; if it is an archive, copy that again",

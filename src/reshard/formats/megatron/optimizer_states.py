@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.algebra.dtypes import castable
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import UNUSABLE
@@ -21,7 +22,6 @@ from reshard.containers.torchfiles.read import read_torch_file, scalar
 from reshard.containers.torchfiles.untrusted import number_of
 from reshard.containers.torchfiles.write import NewTensor, layout_torch_file
 from reshard.formats.optimizer import MASTER_STATE, MOMENTS, MOMENTUM, Adam, settings_of
-from reshard.transfer.elements import castable
 from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.source_files import Sources
 

@@ -26,7 +26,6 @@ from reshard.formats.megatron.rank_states import MegatronRank
 from reshard.formats.megatron.writers import arguments_of
 from reshard.formats.unique_names import under_new_names
 
-STATE_FILE = "model_optim_rng.pt"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 COMPARED_BYTES = 1 << 16

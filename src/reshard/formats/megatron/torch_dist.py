@@ -19,6 +19,7 @@ from typing import Any
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError, cause_of, raise_all
+from reshard.base.later_imports import imported_later
 from reshard.containers.dcp_chunks import ChunkFile
 from reshard.containers.dcp_metadata import (
     DcpMetadata,
@@ -27,15 +28,13 @@ from reshard.containers.dcp_metadata import (
     read_metadata,
     write_metadata,
 )
-from reshard.containers.torchfiles.read import ChunkReader
 from reshard.containers.torchfiles.write import image_bytes, layout_torch_file
 from reshard.families.dims import layer_pattern
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.copied_files import explained
-from reshard.formats.megatron import fsdp_dtensor
-from reshard.formats.megatron.common_state import ReadChunk, is_torch_dcp, read_common, respelled
+from reshard.formats.detection import TORCH_DIST
+from reshard.formats.megatron.common_state import is_torch_dcp
 from reshard.formats.megatron.hybrid_layers import hybrid_layout, hybrid_place
 from reshard.formats.megatron.mcore import (
     LINEARS_BESIDE,
@@ -55,27 +54,19 @@ from reshard.formats.megatron.mcore import (
 from reshard.formats.megatron.megatron_request import MegatronWriting
 from reshard.formats.megatron.optimizer_states import NUMBERED_STATES, MegatronOptimizer, torch_file
 from reshard.formats.megatron.rank_seeds import exchanged
-from reshard.formats.megatron.stacked_keys import SavedIteration, checkpoint_of, not_a_weight, unprefixed
 from reshard.formats.sharding import shard_boxes
 from reshard.transfer.plan import OutputFile, Planned
 from reshard.transfer.source_files import Sources
 
-NAME = "megatron"
+with imported_later(__name__):
+    from reshard.containers.torchfiles.read import ChunkReader
+    from reshard.formats.copied_files import explained
+    from reshard.formats.megatron import fsdp_dtensor
+    from reshard.formats.megatron.common_state import ReadChunk, read_common, respelled
+    from reshard.formats.megatron.stacked_keys import SavedIteration, checkpoint_of, not_a_weight, unprefixed
+
+
 HEAD = "output_layer.weight"
-
-
-def detect(path: Path) -> bool:
-    """Whether `path` is an iteration folder in torch_dist, or a folder with such iterations."""
-    return any(
-        ((folder / ".metadata").is_file() or any(folder.glob("__*_*.distcp"))) and _is_megatrons(folder)
-        for folder in iterations.iteration_folders(path)
-    )
-
-
-def _is_megatrons(folder: Path) -> bool:
-    """Whether Megatron-Core wrote the folder, and not torch's DCP alone: by its other files, or by its name."""
-    has_common = any((folder / name).is_file() for name in ("metadata.json", "common.pt"))
-    return has_common or iterations.is_iteration(folder)
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -91,7 +82,7 @@ def _open(folder: Path, sources: Sources, step: Iteration | None) -> Checkpoint:
     metadata = read_metadata(folder / ".metadata", sources)
     stored, variant = _respelled_tensors(metadata)
     saved = SavedIteration(
-        NAME,
+        TORCH_DIST,
         stored,
         metadata.objects,
         read_common(folder, sources, metadata),

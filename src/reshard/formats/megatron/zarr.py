@@ -20,30 +20,16 @@ from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.containers import zarr_arrays
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor
+from reshard.containers.file_names import ZARRAY
 from reshard.containers.zarr_arrays import ZarrArray
 from reshard.folders import iterations
 from reshard.folders.allowed_paths import check_open
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.megatron.common_state import COMMON_FILE as COMMON
+from reshard.formats.detection import ZARR
 from reshard.formats.megatron.common_state import ReadChunk, read_common
 from reshard.formats.megatron.stacked_keys import SavedIteration, checkpoint_of, not_a_weight, unprefixed
 from reshard.transfer.source_files import Sources
-
-NAME = "megatron-zarr"
-
-
-def detect(path: Path) -> bool:
-    """Whether `path` is an iteration folder in zarr, or a folder with such iterations."""
-    return any(map(_holds, iterations.iteration_folders(path)))
-
-
-def _holds(folder: Path) -> bool:
-    """Whether arrays are in a folder of Megatron-Core, or the chunks of some whose hidden files were not copied."""
-    has_common = any((folder / name).is_file() for name in ("metadata.json", COMMON))
-    return has_common and any(
-        any(folder.glob(pattern)) for pattern in (f"*/{zarr_arrays.ZARRAY}", "*.weight/0*")
-    )
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -56,7 +42,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     raise_all(problem for each in contents.values() if isinstance(each, list) for problem in each)
     arrays = {key: array for key, array in contents.items() if isinstance(array, ZarrArray)}
     saved = SavedIteration(
-        NAME,
+        ZARR,
         unprefixed(arrays),
         dict(_objects(inside)),
         read_common(folder, sources, DcpMetadata({}, {})),
@@ -74,7 +60,7 @@ def _array(folder: Path, sources: Sources) -> ZarrArray | list[Problem]:
 
 
 def _is_array(folder: Path) -> bool:
-    return (folder / zarr_arrays.ZARRAY).is_file() or bool(zarr_arrays.chunk_names(folder))
+    return (folder / ZARRAY).is_file() or bool(zarr_arrays.chunk_names(folder))
 
 
 def _objects(folders: list[Path]) -> Iterator[tuple[str, DcpChunk]]:

@@ -25,14 +25,9 @@ from reshard.folders.iterations import Iteration
 from reshard.folders.json_objects import read_object
 from reshard.formats import apply_renamings, huggingface
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
-from reshard.formats.contract import Format
+from reshard.formats.detection import MLX_ADAPTER, MLX_ADAPTER_FILE
 from reshard.formats.peft import ADAPTER_CONFIG
-from reshard.formats.weight_files import weights_in
 from reshard.transfer.source_files import Sources
-
-NAME = "mlx-adapter"
-WEIGHTS = "adapters.safetensors"
-"""Earlier steps are beside it, as `0000100_adapters.safetensors`."""
 
 _PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
 _IN_PEFT = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
@@ -40,17 +35,10 @@ _OUTSIDE = re.compile(r"(?:^|\.)(?:embed_tokens|wte|language_model)(?:\.|$)")
 _SWITCH = ".switch_mlp."
 
 
-def detect(path: Path) -> bool:
-    """Whether `path` is a folder of `mlx_lm.lora`, or the weights in one."""
-    if path.is_file():
-        return path.name.endswith(WEIGHTS)
-    return (path / WEIGHTS).is_file() and weights_in(path) is None
-
-
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open an adapter. Raises ReshardError if it is damaged, and for changes that are no low-rank pairs of linears."""
     iterations.refuse(path, iteration, "an adapter")
-    file = path if path.is_file() else path / WEIGHTS
+    file = path if path.is_file() else path / MLX_ADAPTER_FILE
     tensors = huggingface.read_weights(file, sources)
     config = file.parent / ADAPTER_CONFIG
     kind = read_object(config, sources).get("fine_tune_type", "lora") if config.is_file() else "lora"
@@ -67,7 +55,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     )
     return Checkpoint(
         path=path,
-        format=NAME,
+        format=MLX_ADAPTER,
         dialect=HUB,
         tensors=dict(_in_peft(tensors)),
         description=ModelDescription(file.parent),
@@ -111,14 +99,3 @@ def _unsupported(name: str, tensor: Tensor, kind: str) -> Problem:
         found=f"{list(tensor.shape)}, fine_tune_type {kind}",
         remedy="fuse it where MLX runs, with mlx_lm.fuse, and convert the result",
     )
-
-
-FORMAT = Format(
-    NAME,
-    "LoRA or DoRA adapter of mlx-lm: adapters.safetensors and adapter_config.json",
-    detect,
-    open_checkpoint,
-    aliases=("mlx-lora",),
-    files=(ADAPTER_CONFIG, WEIGHTS),
-    judged=("mlx-lm",),
-)

@@ -18,25 +18,19 @@ from reshard.folders.companion_names import CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.formats import apply_renamings, huggingface, safetensors_writers
 from reshard.formats.checkpoint import Checkpoint, FormatData
+from reshard.formats.detection import MLX
 from reshard.formats.json_beside import object_beside
 from reshard.transfer.source_files import Sources
 
-NAME = "mlx"
-"""Also in the metadata of its files."""
 QUANTIZATION_KEYS = ("quantization", "quantization_config")
 """mlx-lm stores its settings twice."""
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 
-def detect(path: Path) -> bool:
-    """Whether `path` is a folder whose weights MLX has written, or one such file, or the index of several."""
-    return safetensors_writers.may_have(path, NAME)
-
-
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder or a file. Raises ReshardError."""
     checkpoint = huggingface.open_checkpoint(path, sources, iteration)
-    if not safetensors_writers.has(path, NAME):
+    if not safetensors_writers.has(path, MLX):
         return checkpoint
     config = _config(checkpoint.description.folder, sources)
     quantization = _settings(config, checkpoint.description.folder)
@@ -57,7 +51,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         notes.append("mlx-lm keeps only the language model: pass the model that it was made from with --base")
     return replace(
         checkpoint,
-        format=NAME,
+        format=MLX,
         tensors=hub,
         native=FormatData(is_part=lacks),
         variant=", ".join(dict.fromkeys(map(str, weights.kinds))),

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.dtypes import DType, castable, dtype
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError, listed
@@ -18,8 +18,8 @@ from reshard.families.dialects import mlx
 from reshard.families.renaming import Renaming
 from reshard.formats import huggingface
 from reshard.formats.contract import Naming, Request, StoredDtypes, Target, Writing
-from reshard.formats.mlx.folder import FLOAT_DTYPES, NAME, unknown_model
-from reshard.transfer.elements import castable
+from reshard.formats.detection import MLX
+from reshard.formats.mlx.folder import FLOAT_DTYPES, unknown_model
 from reshard.transfer.memory_budget import NO_NEED, MemoryNeed
 from reshard.transfer.plan import OutputCommand, OutputFile, Planned
 
@@ -196,7 +196,7 @@ def _compiled_view(tensor: Planned, settings: ModeSettings, part: str) -> View:
 
 TARGET = Target(
     MlxWriting,
-    Naming((NAME,), renames, leaves_out),
+    Naming((MLX,), renames, leaves_out),
     dtypes=StoredDtypes(quantizes=tuple(METHODS)),
     fit=fit,
 )

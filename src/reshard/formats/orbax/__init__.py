@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from reshard.base.later_imports import imported_later
+from reshard.formats import detection
 from reshard.formats.contract import Format
-from reshard.formats.orbax import folder, write
+
+with imported_later(__name__):
+    from reshard.formats.orbax.folder import open_checkpoint
+    from reshard.formats.orbax.write import SCANNED
+    from reshard.formats.orbax.write import UNSCANNED as UNSCANNED_TARGET
 
 FORMAT = Format(
-    folder.NAME,
+    detection.ORBAX,
     "Orbax checkpoint of MaxText; zarr 2 or 3, in OCDBT or in folders, scanned or not; written scanned, as zarr 2",
-    folder.detect,
-    folder.open_checkpoint,
-    write.target(scanned=True),
+    detection.is_orbax,
+    open_checkpoint,
+    SCANNED,
     aliases=("maxtext",),
     parts=("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "commit_success.txt"),
     seen={"Orbax": r"orbax-checkpoint-tmp|manifest\.ocdbt|/checkpoints/\d+/items\b"},
@@ -20,10 +26,10 @@ FORMAT = Format(
 )
 UNSCANNED = replace(
     FORMAT,
-    name=folder.UNSCANNED,
+    name=detection.ORBAX_UNSCANNED,
     what="the same with an array for each layer, as MaxText loads it with scan_layers=false",
     detect=lambda path: False,
-    target=write.target(scanned=False),
+    target=UNSCANNED_TARGET,
     aliases=("maxtext-unscanned",),
     seen={},
 )

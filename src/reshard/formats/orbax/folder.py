@@ -29,6 +29,7 @@ from reshard.families.dialects.maxtext import MAXTEXT
 from reshard.folders.iterations import Iteration, refuse
 from reshard.formats import foreign
 from reshard.formats.checkpoint import Checkpoint, FormatData, ModelDescription
+from reshard.formats.detection import ORBAX, ORBAX_UNSCANNED, UNFINISHED_FOLDER
 from reshard.formats.dropped import PROGRESS, RANDOM_STATES, rule_of
 from reshard.formats.optimizer import OPTIMIZER_STATES
 from reshard.formats.orbax.layer_names import normal
@@ -36,9 +37,6 @@ from reshard.formats.unique_names import under_new_names
 from reshard.stores import is_remote
 from reshard.transfer.source_files import Sources
 
-NAME, UNSCANNED = "orbax", "orbax-unscanned"
-OF_CHECKPOINT = "_CHECKPOINT_METADATA"
-UNFINISHED_FOLDER = re.compile(r"(.+)\.orbax-checkpoint-tmp(-\d+)?")
 PARAMETER_PATHS = (("params", "params"), ("params",), ("base",), ())
 """Where the model is in the tree: of Linen, of Linen without its collection, of NNX with LoRA, and of NNX."""
 NOT_WEIGHTS = (
@@ -52,18 +50,6 @@ _ORDERED = re.compile(r"query_norm|query\.bias|wkv_a|MoeBlock_0|pre_ffw_norm")
 METADATA_MOST = 16 << 20
 """Most bytes of the description of a tree: that of the largest models without scanned layers has a few millions."""
 COPY_AGAIN = "copy the checkpoint again from where it was saved, or use another step of the run"
-
-
-def detect(path: Path) -> bool:
-    """Whether `path` is a folder of Orbax with arrays, or a save that did not finish, if there is no other."""
-    if not path.is_dir():
-        return False
-    if (path / METADATA).is_file() or (path / DATABASE).is_file():
-        return True
-    if UNFINISHED_FOLDER.fullmatch(path.name):
-        return not any(each.name.isdigit() for each in path.absolute().parent.iterdir())
-    is_item = (path / OF_CHECKPOINT).is_file()
-    return is_item and not any((child / METADATA).is_file() for child in path.iterdir() if child.is_dir())
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -83,7 +69,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     reader.finish()
     return Checkpoint(
         path=path,
-        format=NAME if _is_scanned(weights) else UNSCANNED,
+        format=ORBAX if _is_scanned(weights) else ORBAX_UNSCANNED,
         dialect=MAXTEXT,
         tensors=tensors,
         description=ModelDescription(path),

@@ -18,8 +18,8 @@ from reshard.algebra.views import View
 from reshard.base.plain_json import to_json
 from reshard.families.dialects.maxtext import HEAD, MAXTEXT
 from reshard.formats.contract import Naming, Request, Target, Writing
+from reshard.formats.detection import ORBAX_UNSCANNED
 from reshard.formats.megatron.mcore import padded_vocabulary
-from reshard.formats.orbax.folder import UNSCANNED
 from reshard.formats.orbax.layer_names import LayerPosition, place_of
 from reshard.transfer.plan import Block, OutputFile, Planned
 
@@ -92,7 +92,7 @@ class OrbaxWriting(Writing):
         notes = [f"MaxText loads it with load_parameters_path=OUTPUT/{self.request.step}/{ITEM} {settings}"]
         if self._scanned:
             notes.append(
-                f"all layers are in one array, MaxText's default; --to {UNSCANNED} writes one for each"
+                f"all layers are in one array, MaxText's default; --to {ORBAX_UNSCANNED} writes one for each"
             )
         divided = ("llama", "mixtral", "gemma2", "gemma3_text")
         if self.request.declared.family.name in divided:
@@ -130,14 +130,14 @@ def _transposed_head(tensor: Planned) -> Planned:
     return tensor._replace(shape=tensor.shape[::-1], source=lambda: tensor.source().permute(1, 0))
 
 
-def target(*, scanned: bool) -> Target:
-    """How it is written, with one array for all layers, or one for each."""
-    return Target(
-        partial(OrbaxWriting, scanned=scanned),
-        Naming((MAXTEXT.name,), leaves_out=leaves_out),
-        fit=fit,
-        judges_model=False,
-    )
+SCANNED = Target(
+    partial(OrbaxWriting, scanned=True),
+    Naming((MAXTEXT.name,), leaves_out=leaves_out),
+    fit=fit,
+    judges_model=False,
+)
+UNSCANNED = replace(SCANNED, begin=partial(OrbaxWriting, scanned=False))
+"""How it is written: with one array for all layers, or one for each."""
 
 
 def _files(folder: str, array: OutputArray) -> Iterator[OutputFile]:

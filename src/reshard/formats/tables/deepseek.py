@@ -22,14 +22,12 @@ from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.folders.json_objects import read_object
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
-from reshard.formats.contract import Format
+from reshard.formats.detection import DEEPSEEK, DEEPSEEK_RANK
 from reshard.formats.sharding import Split
 from reshard.formats.tables.rank_files import COPY_AGAIN, JoinedRanks, files_of_ranks
 from reshard.formats.unique_names import under_new_names
 from reshard.transfer.source_files import Sources
 
-NAME = "deepseek-inference"
-RANK_FILE = re.compile(r"model(\d{1,5})-mp(\d{1,5})\.safetensors")
 MTP_NOTE = (
     "DeepSeek's convert.py leaves out layer 61, which is for multi-token prediction: the model has none of it"
 )
@@ -59,19 +57,11 @@ _EXPERT = re.compile(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.")
 _INDEXER = "indexer"
 
 
-def detect(path: Path) -> bool:
-    """Whether a folder has the files of ranks, and no other safetensors, or is one of these files."""
-    if path.is_file():
-        return bool(RANK_FILE.fullmatch(path.name))
-    names = [each.name for each in path.glob("*.safetensors")]
-    return bool(names) and all(map(RANK_FILE.fullmatch, names))
-
-
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open the files of all ranks. Raises ReshardError for those that are missing or do not fit."""
     iterations.refuse(path, iteration, "a checkpoint of DeepSeek's inference code")
     folder = path if path.is_dir() else path.parent
-    contents = [read_tensors(file, sources) for file in files_of_ranks(folder, RANK_FILE, _count(folder))]
+    contents = [read_tensors(file, sources) for file in files_of_ranks(folder, DEEPSEEK_RANK, _count(folder))]
     raise_all(_misplaced_problems(contents))
     joined = JoinedRanks(contents, split_of)
     tensors = under_new_names(
@@ -83,7 +73,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     recorded = config and {key: value for key, value in config.items() if key not in unrecorded}
     return Checkpoint(
         path=path,
-        format=NAME,
+        format=DEEPSEEK,
         dialect=HUB,
         tensors=tensors,
         description=ModelDescription(folder, config=config, recorded=recorded),
@@ -114,8 +104,8 @@ def hub_name(name: str) -> str:
 
 def _count(folder: Path) -> int:
     """The number of ranks, which all names tell. Raises ReshardError if they tell several."""
-    names = [each.name for each in folder.iterdir() if RANK_FILE.fullmatch(each.name)]
-    counts = {int(match[2]) for name in names if (match := RANK_FILE.fullmatch(name))}
+    names = [each.name for each in folder.iterdir() if DEEPSEEK_RANK.fullmatch(each.name)]
+    counts = {int(match[2]) for name in names if (match := DEEPSEEK_RANK.fullmatch(name))}
     if len(counts) == 1:
         return counts.pop()
     raise ReshardError(
@@ -253,13 +243,3 @@ def _quantization(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
         "weight_block_size": [128, 128],
     }
     return {"quantization_config": {**kind, **scales}}
-
-
-FORMAT = Format(
-    NAME,
-    "files of DeepSeek's inference code, one for each rank (model*-mp*.safetensors)",
-    detect,
-    open_checkpoint,
-    instead="huggingface",
-    judged=("DeepSeek-V3's inference/convert.py",),
-)

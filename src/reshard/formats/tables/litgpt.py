@@ -14,24 +14,18 @@ from reshard.folders.base_hints import read_yaml
 from reshard.folders.iterations import Iteration
 from reshard.formats import apply_renamings, huggingface
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import Format
+from reshard.formats.detection import LITGPT, LITGPT_FILE, LITGPT_SETTINGS
 from reshard.formats.tables import litgpt_config
 from reshard.formats.tables.unknown_tensors import refuse_misfits
 from reshard.transfer.source_files import Sources
 
-NAME, FILE, SETTINGS = "litgpt", "lit_model.pth", "model_config.yaml"
 TRAINED = ("lora_", "adapter_", "gating_factor")
 """What names of weights that are not merged contain."""
 
 
-def detect(path: Path) -> bool:
-    """Whether `path` is a folder with such a file, or the file itself."""
-    return (path / FILE).is_file() or (path.name == FILE and path.is_file())
-
-
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder or a file. Raises ReshardError."""
-    file = path / FILE if path.is_dir() else path
+    file = path / LITGPT_FILE if path.is_dir() else path
     checkpoint = huggingface.open_checkpoint(file, sources, iteration)
     settings = _settings(checkpoint.description.folder, sources)
     _refuse_unmerged(checkpoint)
@@ -43,12 +37,12 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     _refuse_misfits(checkpoint, hub, sizes["num_hidden_layers"])
     config = litgpt_config.config_of(settings)
     description = replace(checkpoint.description, config=config, recorded=config or sizes)
-    return replace(checkpoint, path=path, format=NAME, tensors=hub, description=description, variant="")
+    return replace(checkpoint, path=path, format=LITGPT, tensors=hub, description=description, variant="")
 
 
 def _settings(folder: Path, sources: Sources) -> Mapping[str, Any]:
     """The settings of the model, with all the sizes that rules need."""
-    file = folder / SETTINGS
+    file = folder / LITGPT_SETTINGS
     if not file.is_file():
         raise ReshardError(
             "litgpt-without-config",
@@ -89,7 +83,7 @@ def _unknown_model(settings: Mapping[str, Any], folder: Path) -> ReshardError:
     return ReshardError(
         "litgpt-model-unsupported",
         "reshard does not know how LitGPT names the tensors of this model",
-        file=str(folder / SETTINGS),
+        file=str(folder / LITGPT_SETTINGS),
         found=f"name {settings.get('name')}, mlp_class_name {settings.get('mlp_class_name')}",
         remedy=f"let LitGPT convert it: litgpt convert_from_litgpt {folder} OUT, and pass the file that it writes, in "
         "a folder with the model's config.json",
@@ -104,18 +98,4 @@ def _refuse_misfits(checkpoint: Checkpoint, hub: Iterable[str], layers: int) -> 
         *in_all_layers(litgpt.LAYERS, layers, checkpoint.tensors),
     }
     unknown = {*checkpoint.tensors} & {*hub} - {*litgpt.HEAD}
-    refuse_misfits(checkpoint, wanted, unknown, SETTINGS)
-
-
-FORMAT = Format(
-    NAME,
-    "LitGPT folder (lit_model.pth and model_config.yaml)",
-    detect,
-    open_checkpoint,
-    aliases=("lit-gpt",),
-    instead=huggingface.NAME,
-    parts=(SETTINGS,),
-    files=(FILE, SETTINGS),
-    seen={"LitGPT": r"(?:^|/)lit_model\.pth$"},
-    judged=("LitGPT",),
-)
+    refuse_misfits(checkpoint, wanted, unknown, LITGPT_SETTINGS)

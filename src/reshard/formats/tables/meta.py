@@ -11,7 +11,6 @@ divided over ranks, as in Llama 3, or columns, as in Llama 2. Sources: `models/l
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -31,8 +30,9 @@ from reshard.folders.iterations import Iteration
 from reshard.folders.json_objects import read_object
 from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
-from reshard.formats.contract import Format, Naming, Ranks, Request, Target, Writing
+from reshard.formats.contract import Naming, Ranks, Request, Target, Writing
 from reshard.formats.copied_files import same_bytes
+from reshard.formats.detection import META, META_RANK, PARAMS_FILE, of_torchtune
 from reshard.formats.internlm.tensor_names import place_of, split_of
 from reshard.formats.internlm.write import rank_file, shares
 from reshard.formats.sharding import Split
@@ -40,10 +40,6 @@ from reshard.formats.tables.rank_files import COPY_AGAIN, JoinedRanks, files_of_
 from reshard.transfer.plan import OutputFile
 from reshard.transfer.source_files import Sources
 
-NAME = "meta"
-PARAMS_FILE = "params.json"
-RANK_FILE = re.compile(r"consolidated\.(\d\d)\.pth")
-OF_TORCHTUNE = re.compile(r"model-00001-of-00001\.bin|meta_model_\d+\.pt")
 META_DIALECT = dialect("internlm2", interleaved=True)
 EMBEDDING, HEAD, NORM = "tok_embeddings.weight", "output.weight", "norm.weight"
 OUTPUT_PROJECTION = "layers.0.attention.wo.weight"
@@ -53,24 +49,6 @@ LLAMA_3 = 128256
 """The size of Llama 3's vocabulary, which tells it from Llama 2."""
 SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED |= {"original_max_position_embeddings": 8192}
-
-
-def detect(path: Path) -> bool:
-    """Whether a folder has the files of ranks, and no other weights, or is one of these files."""
-    if path.is_file():
-        return bool(RANK_FILE.fullmatch(path.name)) or _is_of_torchtune(path)
-    own = any(map(RANK_FILE.fullmatch, (each.name for each in path.glob("consolidated.*.pth"))))
-    return (own or _of_torchtune(path) is not None) and not huggingface.detect(path)
-
-
-def _is_of_torchtune(file: Path) -> bool:
-    return bool(OF_TORCHTUNE.fullmatch(file.name)) and (file.parent / PARAMS_FILE).is_file()
-
-
-def _of_torchtune(folder: Path) -> Path | None:
-    """The file with which torchtune replaces those of Meta; its names count epochs."""
-    files = (each for pattern in ("model-*.bin", "meta_model_*.pt") for each in folder.glob(pattern))
-    return max(filter(_is_of_torchtune, files), default=None)
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -89,7 +67,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     config = _config(params, tensors, tied=HEAD not in tensors)
     return Checkpoint(
         path=path,
-        format=NAME,
+        format=META,
         dialect=META_DIALECT,
         tensors=tensors,
         description=ModelDescription(folder, config=config, recorded=_recorded_config(params, config)),
@@ -108,11 +86,11 @@ def _tied_replicas(tensors: dict[str, Tensor]) -> Iterator[Replica]:
 
 
 def _files(path: Path, folder: Path) -> list[Path]:
-    if path.is_file() and not RANK_FILE.fullmatch(path.name):
+    if path.is_file() and not META_RANK.fullmatch(path.name):
         return [path]
-    of_torchtune = _of_torchtune(folder)
+    other = of_torchtune(folder)
     is_own = any(folder.glob("consolidated.*.pth"))
-    return [of_torchtune] if of_torchtune and not is_own else files_of_ranks(folder, RANK_FILE)
+    return [other] if other and not is_own else files_of_ranks(folder, META_RANK)
 
 
 def _params(folder: Path, sources: Sources) -> Mapping[str, Any]:
@@ -317,14 +295,4 @@ class MetaWriting(Writing):
         )
 
 
-FORMAT = Format(
-    NAME,
-    "Meta's own Llama files, one for each rank (consolidated.*.pth)",
-    detect,
-    open_checkpoint,
-    Target(MetaWriting, Naming((META_DIALECT.name,)), Ranks(("tp",)), fit=fit),
-    aliases=("llama", "consolidated"),
-    parts=("checklist.chk", "consolidated.*.pth"),
-    files=("consolidated.00.pth", PARAMS_FILE),
-    judged=("llama-models",),
-)
+TARGET = Target(MetaWriting, Naming((META_DIALECT.name,)), Ranks(("tp",)), fit=fit)

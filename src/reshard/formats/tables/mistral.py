@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,45 +13,18 @@ from reshard.containers import safetensors
 from reshard.families.dialects import mistral
 from reshard.folders.companion_names import CONFIG
 from reshard.folders.iterations import Iteration
-from reshard.formats import apply_renamings, foreign, huggingface, weight_files
+from reshard.formats import apply_renamings, foreign, huggingface
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import Format, Naming, Request, Target, Writing
+from reshard.formats.contract import Naming, Request, Target, Writing
+from reshard.formats.detection import MISTRAL, MISTRAL_INDEX, MISTRAL_OLD, MISTRAL_SINGLE, PARAMS_FILE
 from reshard.formats.json_beside import object_beside
 from reshard.formats.tables import mistral_params
 from reshard.formats.tables.unknown_tensors import refuse_misfits
-from reshard.stores import open_file
 from reshard.transfer.plan import OutputFile
 from reshard.transfer.source_files import Sources
 
-NAME = "mistral"
-SINGLE, INDEX, OLD = "consolidated.safetensors", "consolidated.safetensors.index.json", "consolidated.00.pth"
-CONSOLIDATED_FILE = re.compile(r"consolidated(-\d{1,6}-of-\d{1,6})?\.safetensors(\.index\.json)?")
 QUANTIZED_SUFFIXES = ("qscale_act", "qscale_weight")
 """The ends of the names of FP8 scales."""
-MISTRAL_KEY = b'"hidden_dim"'
-"""A key of `params.json` that Meta's, whose files have the same names, does not have."""
-
-
-def detect(path: Path) -> bool:
-    """Whether `path` is one of these files, or a folder with them whose weights are not there as on the Hub, too."""
-    if path.is_file():
-        return bool(CONSOLIDATED_FILE.fullmatch(path.name)) or (
-            path.name == OLD and _is_of_mistral(path.parent)
-        )
-    weights = [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]
-    if weight_files.weights_in(path) or not all(CONSOLIDATED_FILE.fullmatch(each.name) for each in weights):
-        return False
-    return bool(weights) or ((path / OLD).is_file() and _is_of_mistral(path))
-
-
-def _is_of_mistral(folder: Path) -> bool:
-    """Whether a folder with `consolidated.00.pth` is Mistral's, who have one such file, and not Meta's."""
-    params = folder / mistral_params.PARAMS_FILE
-    if not params.is_file() or (folder / "consolidated.01.pth").exists():
-        return False
-    with suppress(OSError, ReshardError), open_file(params) as file:
-        return MISTRAL_KEY in file.read(0, min(file.size, 1 << 16))
-    return False
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -66,11 +37,11 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     _refuse_quantized(checkpoint)
     derived, notes, recorded = None, list[str](), None
     if config is None:
-        params = object_beside(folder, mistral_params.PARAMS_FILE, sources)
+        params = object_beside(folder, PARAMS_FILE, sources)
         if params is None:
             raise _without_params(folder)
         config, notes, recorded = mistral_params.config_of(
-            params, checkpoint.tensors, str(folder / mistral_params.PARAMS_FILE)
+            params, checkpoint.tensors, str(folder / PARAMS_FILE)
         )
         derived = config
     rules = mistral.renames(config)
@@ -82,7 +53,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     return replace(
         checkpoint,
         path=path,
-        format=NAME,
+        format=MISTRAL,
         tensors=hub,
         description=replace(checkpoint.description, config=derived, recorded=recorded),
         notes=[*kept, *notes],
@@ -91,7 +62,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 def _weights_path(path: Path) -> Path:
     """The path that has all weights: the index of shards, the only file, or the folder."""
-    places = (path / name for name in (INDEX, SINGLE, OLD)) if path.is_dir() else ()
+    places = (path / name for name in (MISTRAL_INDEX, MISTRAL_SINGLE, MISTRAL_OLD)) if path.is_dir() else ()
     return next((place for place in places if place.is_file()), path)
 
 
@@ -141,21 +112,9 @@ class MistralWriting(Writing):
             self.request.config, [tensor.name for tensor in self.request.tensors]
         )
         return [
-            safetensors.output_file(SINGLE, self.request.tensors),
-            OutputFile.of_bytes(mistral_params.PARAMS_FILE, to_json(params)),
+            safetensors.output_file(MISTRAL_SINGLE, self.request.tensors),
+            OutputFile.of_bytes(PARAMS_FILE, to_json(params)),
         ]
 
 
-FORMAT = Format(
-    NAME,
-    "consolidated.safetensors and params.json of Mistral's own code, as vLLM and mistral_inference read them",
-    detect,
-    open_checkpoint,
-    Target(MistralWriting, Naming((NAME,), mistral.renames), fit=fit),
-    aliases=("mistral-inference",),
-    parts=(mistral_params.PARAMS_FILE, INDEX),
-    files=(SINGLE, OLD, mistral_params.PARAMS_FILE),
-    naming={INDEX: weight_files.shards_in},
-    seen={"Mistral": r"(?:^|/)consolidated(?:-\d+-of-\d+)?\.safetensors$"},
-    judged=("mistral_inference", "transformers"),
-)
+TARGET = Target(MistralWriting, Naming((MISTRAL,), mistral.renames), fit=fit)

@@ -13,7 +13,6 @@ from reshard.families.config_map import count_layers
 from reshard.families.dialects.mistral import ARCHITECTURES, SEEING
 from reshard.families.rope import rope_parameters
 
-PARAMS_FILE = "params.json"
 Values = dict[str, Any]
 
 SIZE_KEYS = {

@@ -27,10 +27,9 @@ from reshard.base.merged_problems import one_for_all
 from reshard.containers.safetensors import read_file
 from reshard.containers.torchfiles.untrusted import shape_of
 from reshard.families.dialects.nanotron import dialect
-from reshard.folders.allowed_paths import folders_in
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
-from reshard.formats.contract import Format
+from reshard.formats.detection import NANOTRON, NANOTRON_LATEST, nanotron_steps, nanotron_weights
 from reshard.formats.dropped import RANDOM_STATES, SCHEDULES
 from reshard.formats.optimizer import OPTIMIZER_STATES
 from reshard.formats.tables.nanotron_config import hub_config, read_model_config, rows_are_interleaved
@@ -38,9 +37,6 @@ from reshard.formats.tables.rank_files import COPY_AGAIN
 from reshard.stores import open_file
 from reshard.transfer.source_files import Sources
 
-NAME = "nanotron"
-MODEL_FOLDER = "model"
-LATEST_FILE = "latest.txt"
 SLICES, SHAPE = "local_global_slices_pairs", "unsharded_shape"
 DATA = "data"
 MOST_SLICES = 64
@@ -74,29 +70,10 @@ class ParameterFile:
     place: AxisRanks | None
 
 
-def detect(path: Path) -> bool:
-    """Whether `path` is the folder of a step, or of all steps."""
-    return _weights(path) is not None or bool((path / LATEST_FILE).is_file() and _steps(path))
-
-
-def _weights(path: Path) -> Path | None:
-    """The folder of the modules of a step."""
-    above = (path / MODEL_FOLDER, path)
-    return next(
-        (each for each in above if (each / MODEL_FOLDER / "token_position_embeddings").is_dir()), None
-    )
-
-
-def _steps(path: Path) -> dict[int, Path]:
-    """The folders of all steps, in their order."""
-    folders = {int(child.name): child for child in folders_in(path) if child.name.isdecimal()}
-    return {step: folders[step] for step in sorted(folders) if _weights(folders[step])}
-
-
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a step: the requested or else the last one. Raises ReshardError naming all files that are missing."""
     step = _step(path, iteration)
-    weights = _weights(step) or step
+    weights = nanotron_weights(step) or step
     folder = weights.parent
     config = read_model_config(folder, sources)
     files = _files(weights)
@@ -105,7 +82,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     number = folder.resolve().name
     return Checkpoint(
         path=folder,
-        format=NAME,
+        format=NANOTRON,
         dialect=dialect(interleaved=interleaved),
         tensors=tensors,
         description=ModelDescription(folder, config=hub_config(config, tensors, folder, sources)),
@@ -118,18 +95,18 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 def _step(path: Path, iteration: Iteration | None) -> Path:
     """The folder of the requested step, or of the one that latest.txt names: it is written after all files."""
-    steps = _steps(path) if _weights(path) is None else {}
+    steps = nanotron_steps(path) if nanotron_weights(path) is None else {}
     if not steps and iteration is None:
         return path
-    wanted = _latest_step(path / LATEST_FILE) if iteration is None else iteration
-    available = steps or _steps(path.resolve().parent)
+    wanted = _latest_step(path / NANOTRON_LATEST) if iteration is None else iteration
+    available = steps or nanotron_steps(path.resolve().parent)
     if wanted in available:
         return available[int(wanted)]
     raise ReshardError(
         "nanotron-step-not-found",
         "this step does not exist",
         file=str(path / str(wanted)),
-        expected=f"step {wanted}, as {'--iteration' if iteration is not None else LATEST_FILE} says",
+        expected=f"step {wanted}, as {'--iteration' if iteration is not None else NANOTRON_LATEST} says",
         found=f"steps {listed(list(map(str, available)), 8)}" if available else "no steps",
         remedy="choose another with --iteration, or pass the folder of a step",
     )
@@ -315,13 +292,3 @@ def _misfit_error(name: str, parts: Sequence[ParameterPart], found: str) -> Resh
         found=found,
         remedy=COPY_AGAIN,
     )
-
-
-FORMAT = Format(
-    NAME,
-    "nanotron checkpoint, a file for each parameter and rank",
-    detect,
-    open_checkpoint,
-    instead="huggingface",
-    judged=("nanotron",),
-)

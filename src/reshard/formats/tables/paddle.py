@@ -22,12 +22,10 @@ from reshard.folders.companion_names import CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.formats import foreign, huggingface, mlx, safetensors_writers
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import Format
+from reshard.formats.detection import PADDLE, PADDLE_MARKS
 from reshard.formats.json_beside import object_beside
 from reshard.transfer.source_files import Sources
 
-NAME = "paddle"
-MARKS = ("np", "pd")
 KNOWN_TYPES = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     *("deepseek_v2", "deepseek_v3"),
@@ -44,17 +42,12 @@ FUSED_QKV = re.compile(r"(.+\.)qkv_proj(\.weight|\.bias)")
 FUSED_GATE = re.compile(r"(.+\.)(?:gate_up_fused_proj|up_gate_proj)(\.weight|\.bias)")
 
 
-def detect(path: Path) -> bool:
-    """Whether `path` is a folder whose weights Paddle has written, or one such file, or the index of several."""
-    return safetensors_writers.may_have(path, *MARKS)
-
-
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder or a file. Raises ReshardError."""
     if of_ranks := foreign.named_by_a_tool(path):
         raise ReshardError(of_ranks)
     checkpoint = huggingface.open_checkpoint(path, sources, iteration)
-    if not safetensors_writers.has(path, *MARKS):
+    if not safetensors_writers.has(path, *PADDLE_MARKS):
         return mlx.FORMAT.open(path, sources, iteration)
     if _is_plain(checkpoint.tensors, path):
         return checkpoint
@@ -62,7 +55,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     _refuse_unknown(checkpoint, config)
     return replace(
         checkpoint,
-        format=NAME,
+        format=PADDLE,
         tensors=_on_hub(checkpoint.tensors, config),
         notes=[*checkpoint.notes, *_rope_notes(config)],
     )
@@ -195,15 +188,3 @@ def _rope_notes(config: Mapping[str, Any]) -> Iterator[str]:
             f"config.json has rope_scaling_type {config['rope_scaling_type']} and rope_scaling_factor "
             f"{config.get('rope_scaling_factor')}, which only PaddleNLP reads: set rope_scaling in the output"
         )
-
-
-FORMAT = Format(
-    NAME,
-    "PaddleNLP's and PaddleFormers' own safetensors, whose linear weights are [in, out]",
-    detect,
-    open_checkpoint,
-    instead=huggingface.NAME,
-    aliases=("paddlenlp", "paddleformers"),
-    files=huggingface.FORMAT.files,
-    judged=("PaddleNLP", "PaddleFormers"),
-)

@@ -24,9 +24,8 @@ from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.companion_names import CONFIG
 from reshard.folders.iterations import Iteration
-from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
-from reshard.formats.contract import Format
+from reshard.formats.detection import VLLM
 from reshard.formats.json_beside import object_beside
 from reshard.formats.sharding import Split
 from reshard.formats.tables.rank_files import JoinedRanks, files_of_ranks
@@ -34,8 +33,6 @@ from reshard.stores import fetch_heads
 from reshard.transfer.plan import ZERO
 from reshard.transfer.source_files import Sources
 
-NAME = "vllm-sharded-state"
-RANK_PART_FILE = re.compile(r"model-rank-(\d+)-part-\d+\.safetensors")
 FIRST_PART_FILE = re.compile(r"model-rank-(\d+)-part-0\.safetensors")
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """The types of models whose tensors are told by the names here."""
@@ -51,14 +48,6 @@ REPLICATED = re.compile(
     rf"model\.norm\.weight|{_LAYER}(?:.+norm\.weight|(?:self_attn\.o|mlp\.down)_proj\.bias)"
 )
 CONVERT_ORIGINAL = "convert the Hugging Face folder that these files were made from"
-
-
-def detect(path: Path) -> bool:
-    """Whether `path` is a folder whose only weights are files of ranks, or one of these."""
-    if path.is_file():
-        return RANK_PART_FILE.fullmatch(path.name) is not None
-    files = [*path.glob("*.safetensors")]
-    return bool(files) and all(RANK_PART_FILE.fullmatch(file.name) for file in files)
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -87,7 +76,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     ]
     return Checkpoint(
         path=path,
-        format=NAME,
+        format=VLLM,
         dialect=HUB,
         tensors=complete,
         description=ModelDescription(folder),
@@ -265,14 +254,3 @@ class _SharedSizes:
             zeros = View.of(Cells(ZERO, dtype), padding * view.shape[1]).reshape(padding, view.shape[1])
             rule = "vLLM pads a vocabulary with zeros"
             yield Replica(name, Tensor(dtype, zeros), Tensor(dtype, view[self._vocabulary :]), rule)
-
-
-FORMAT = Format(
-    NAME,
-    "vLLM's sharded_state, plain weights of dense models in any number of ranks",
-    detect,
-    open_checkpoint,
-    instead=huggingface.NAME,
-    aliases=("sharded-state",),
-    judged=("vLLM",),
-)

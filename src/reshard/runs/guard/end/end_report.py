@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reshard.base.later_imports import imported_later
 from reshard.runs.guard.options import GuardOptions
 from reshard.runs.guard.supervise.signal_passing import STOPPED, signal_name
 from reshard.runs.guard.supervise.supervision import CommandOutcome
@@ -22,12 +23,22 @@ from reshard.runs.guard.supervise.supervision import CommandOutcome
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from reshard.base.errors import Problem
-    from reshard.final.final_folder import FinalFolder
-    from reshard.final.saved_checkpoints import SavedCheckpoints
+with imported_later(__name__):  # what explains a failure takes a second, and a good run needs none of this
+    from reshard.base.errors import Problem, listed
+    from reshard.base.foreign_text import printable_line
+    from reshard.final.final_folder import (
+        FinalFolder,
+        FinalRequest,
+        damaged_base,
+        final_of,
+        without_checkpoint,
+    )
+    from reshard.final.saved_checkpoints import SavedCheckpoints, saved_in
     from reshard.runs.checks.command.read_command import StartedProgram
-    from reshard.runs.guard.end.failure import Failure
-    from reshard.runs.guard.end.resume import Resume
+    from reshard.runs.guard.end.failure import Failure, RunEvidence, print_what, print_why, read_failure
+    from reshard.runs.guard.end.log_parts import read_parts
+    from reshard.runs.guard.end.requeue import is_cured, requeue, restarts
+    from reshard.runs.guard.end.resume import Resume, resume_of
     from reshard.runs.guard.watch.watcher import Notice
 
 PHRASES = {
@@ -164,15 +175,11 @@ class EndReport:
         if self.failure is None or self.elsewhere:
             _print(lines, console)
             return
-        from reshard.runs.guard.end.failure import print_what, print_why
-
         print_what(self.failure, console)
         _print(lines, console)
         print_why(self.failure, console, language)
 
     def _lines(self, texts: dict[str, str]) -> Iterable[str]:
-        from reshard.base.foreign_text import printable_line
-
         if self.elsewhere:
             parts = [self.elsewhere.get(name, "") for name in ("who", "node", "did", "shown")]
             yield ""
@@ -227,8 +234,6 @@ def _print(lines: Iterable[str], console: Console) -> None:
 
 def _together(problems: list[Problem]) -> list[str]:
     """Problems of one kind, without their message: the first, with the tensors of all."""
-    from reshard.base.errors import listed
-
     names = listed([each.tensor for each in problems if each.tensor], MAX_SHOWN)
     return str(replace(problems[0], tensor=names or None)).splitlines()[1:]
 
@@ -250,13 +255,9 @@ def ended(
     report = EndReport(outcome, ran.log, ran.output or ran.folder, place=options.final)
     if not outcome.failed and not options.final:
         return report
-    from reshard.final.saved_checkpoints import saved_in
-
     saved = saved_in(report.where, 0.0 if ran.output else outcome.began)
     if not outcome.failed:
         return replace(report, final=_final(ran, saved, options, note))
-    from reshard.runs.guard.end.resume import resume_of
-
     failure = _failure(ran, outcome, options)
     resume = resume_of(ran.started, saved.resumable) if saved.resumable else None
     requeued = _requeued(ran, outcome, options, failure, resume)
@@ -266,8 +267,6 @@ def ended(
 def _failure(ran: EndedCommand, outcome: CommandOutcome, options: GuardOptions) -> Failure | None:
     if outcome.signal and not outcome.stopped:
         return None
-    from reshard.runs.guard.end.failure import Failure, RunEvidence, read_failure  # takes 1 s
-
     if outcome.stopped:
         return Failure.of_notice(_with_cause(outcome.stopped, ran, options))
     scripts = (ran.started.script,) if ran.started.script else ()
@@ -280,8 +279,6 @@ def _with_cause(stopped: Notice, ran: EndedCommand, options: GuardOptions) -> No
     named = str(options.base or ran.model)
     if stopped.problem.code != "loss-not-finite" or not named:
         return stopped
-    from reshard.final.final_folder import damaged_base
-
     damaged = damaged_base(ran.folder, named)
     if damaged is None:
         return stopped
@@ -292,8 +289,6 @@ def _final(
     ran: EndedCommand, saved: SavedCheckpoints, options: GuardOptions, note: Callable[[str], None]
 ) -> FinalFolder:
     """The folder of `--final`."""
-    from reshard.final.final_folder import FinalRequest, final_of, without_checkpoint
-
     assert options.final
     if saved.weights is None:
         return without_checkpoint(options.final, ran.output or ran.folder)
@@ -310,8 +305,6 @@ def _requeued(
     resume: Resume | None,
 ) -> str | Problem:
     """A job is not requeued if it would begin again, although there is a checkpoint."""
-    from reshard.runs.guard.end.requeue import is_cured, requeue
-
     goes_on = resume is None or (ran.output is not None and resume.words is not None)
     is_wanted = options.requeue and goes_on and is_cured(outcome.signal, failure)
     return requeue(options.requeue) if is_wanted else ""
@@ -319,8 +312,6 @@ def _requeued(
 
 def _stopped_by(log: Path) -> int:
     """The signal after which the callback saved a checkpoint and stopped the run; 0 if it does not say so."""
-    from reshard.runs.guard.end.log_parts import read_parts
-
     with suppress(OSError):  # the command may have cleaned the working folder
         signals = re.findall(STOPPED.format(r"\b(SIG[A-Z0-9]+)", r"\d+"), read_parts(log))
         return signal.Signals[signals[-1]].value if signals else 0
@@ -329,12 +320,7 @@ def _stopped_by(log: Path) -> int:
 
 def continuing(ran: EndedCommand, options: GuardOptions) -> tuple[str, ...] | None:
     """In a job that Slurm has requeued for `--requeue`: the command that continues, if there is a checkpoint."""
-    from reshard.runs.guard.end.requeue import restarts
-
     if not (options.requeue and restarts() and ran.output):
         return None
-    from reshard.final.saved_checkpoints import saved_in
-    from reshard.runs.guard.end.resume import resume_of
-
     checkpoint = saved_in(ran.output).resumable
     return resume_of(ran.started, checkpoint).words if checkpoint else None
