@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import click
 
-from bench import costs, guard, live, rows, scale, serve, sync
+from bench import costs, guard, live, rows, scale, serve, start, sync
 from bench.models import QWEN2_5_3B, QWEN3_MOE, REAL_SIZES, make
 from bench.race import HEADER, Contender, race
 
@@ -78,6 +78,10 @@ def main(data: Path, rounds: int, only: str) -> None:
     if only in "sync":
         _show(["", *sync.HEADER])
         for row in sync.rows(data, rounds):
+            _show([row])
+    if only in "start":
+        _show(["", *start.HEADER])
+        for row in start.rows(data, rounds):
             _show([row])
     if only in "guard":
         _show(guard.rows(data, rounds))
