@@ -24,7 +24,7 @@ from reshard.families.dialect import HUB
 from reshard.folders.json_objects import read_object
 from reshard.formats.checkpoint import Checkpoint, ModelDescription
 from reshard.formats.contract import CheckpointKind
-from reshard.formats.dcp.folder import NAME
+from reshard.formats.detection import DCP
 from reshard.formats.fsdp_ranks.tensor_parts import joined
 from reshard.formats.options import ConversionOptions
 from reshard.formats.state_dict_names import without_buffers
@@ -90,7 +90,7 @@ def live_module(module: torch.nn.Module, base: Path, told: Mapping[str, Any]) ->
         for piece in box.view.pieces
     }
     description = ModelDescription(base, recorded=described[0].recorded)
-    checkpoint = Checkpoint(path=base, format=NAME, dialect=HUB, tensors=tensors, description=description)
+    checkpoint = Checkpoint(path=base, format=DCP, dialect=HUB, tensors=tensors, description=description)
     raise_all(_adapted(checkpoint))
     hub = planned_tensors(checkpoint, ConversionOptions(base=base))
     raise_all(_untied(hub.replicas))
