@@ -21,6 +21,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 PROMPTS = ([5, 17, 99, 3, 41], [200, 11, 7])
+TRANSFERS = ("--weight-transfer-config", '{"backend": "reshard"}')
 TOKENS = 8
 READY_SECONDS = 240
 
@@ -79,13 +80,7 @@ def serving(
         port = free.getsockname()[1]
     command = [
         *(python("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)),
-        *(
-            "--load-format",
-            "reshard",
-            "--weight-transfer-config",
-            '{"backend": "reshard"}',
-            "--enforce-eager",
-        ),
+        *("--load-format", "reshard", "--enforce-eager", *(TRANSFERS if transfers else ())),
         *("--max-model-len", "64", "--max-num-seqs", "4", "--dtype", dtype, "--skip-tokenizer-init"),
         *("--return-tokens-as-token-ids", "--gpu-memory-utilization", "0.5", "--served-model-name", "m"),
         *("--tensor-parallel-size", str(tp), *options),

@@ -196,3 +196,14 @@ def made_wrong(case: str, model: Any, folder: Path) -> tuple[Any, Path]:
     if case == "module":
         return [model, model], folder
     return model, folder / case if (folder / case).exists() else folder
+
+
+def sent_rounds(rank: int, send: Callable[[Any, int], None], folder: Path, way: str, steps: int) -> None:
+    """Send the weights before the first step of training, and after each."""
+    torch.set_num_threads(1)
+    model = WAYS[way][1](folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    send(model, 0)
+    for step in range(steps):
+        train(model, optimizer)
+        send(model, step + 1)

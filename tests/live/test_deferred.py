@@ -16,6 +16,7 @@ import reshard
 from reshard.base.errors import ReshardError
 from reshard.live.deferred_tensors import DeferredTensor, ReadTally
 from reshard.live.loaded_parameters import LoadingNotes
+from reshard.live.record_loading import Landings
 
 Make = Callable[[str], tuple[DeferredTensor, torch.Tensor]]
 FUSED = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -148,3 +149,22 @@ def test_what_threads_of_a_pool_write_is_not_missing() -> None:
         pool.submit(model.a.bias.data[:1].copy_, torch.ones(1)).result()
     assert loading.unloaded([]) == ["b.weight", "b.bias"]
     assert loading.partial() == ["a.bias"]
+
+
+@pytest.mark.parametrize("index", [slice(1, 3), (slice(1, 3), ...), [1, 2]], ids=str)
+def test_elements_that_are_set_are_those_of_the_tensor(weights: reshard.Weights, index: Any) -> None:
+    deferred, plain = made(weights, QUERY)
+    target, expected = torch.zeros_like(plain), torch.zeros_like(plain)
+    target[index], expected[index] = deferred[1:3], plain[1:3]
+    assert torch.equal(target, expected)
+    assert deferred.tally.nbytes == plain[1:3].nbytes
+
+
+def test_what_a_loader_computes_in_its_place_is_not_recorded_as_a_copy(weights: reshard.Weights) -> None:
+    tally, plain = Landings(), weights[QUERY].torch()
+    model = torch.nn.Linear(*reversed(plain.shape), bias=False).requires_grad_(False)
+    model.weight.copy_(DeferredTensor(weights[QUERY], tally))
+    assert [*tally.recording(model, "engine", {}).parameters] == ["weight"]
+    model.weight.copy_(-torch.exp(model.weight))
+    recording = tally.recording(model, "engine", {})
+    assert not recording.parameters and recording.loaded == (QUERY,)

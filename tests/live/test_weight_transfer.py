@@ -31,8 +31,10 @@ from tests.genuine.megatron import tokens
 
 pytest.importorskip("megatron.core")
 
+from tests.genuine.ranks import on_ranks
 from tests.genuine.train_megatron import train_and_save
 from tests.genuine.vllm_server import serving
+from tests.live.dtensor_rounds import WAYS, sent_rounds
 from tests.live.test_weight_source import rounded_bias
 from tests.live.transfer_rounds import BUCKET, Sent, send_round
 
@@ -51,8 +53,8 @@ LATENT = {
 DELTA_NET = {**SIZES, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 """Sizes for which vLLM has kernels of a CPU."""
 STEPS = 5
-HEADER_BYTES = 200
-"""Most bytes that gloo sends besides each message."""
+HEADER_BYTES = 96
+"""What gloo sends besides each message, and at times once more."""
 
 
 @pytest.mark.parametrize(
@@ -79,12 +81,8 @@ def test_each_step_is_served(
     rewritten(model, rounded_bias, rounded_delta_norms)
     reshard.convert(model, tmp_path / "start", to="megatron", transformer_impl="local")
     start = reshard.open(tmp_path / "start").checkpoint
-    (tmp_path / "steps").mkdir()
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(_recording(model, tmp_path / f"engine-{i}", tp))
-            for i, tp in enumerate(engines)
-        ]
+
+    def train(send: Callable[[Any, int], None]) -> None:
         train_and_save(
             {**start.description.args},
             tmp_path / "run",
@@ -93,23 +91,56 @@ def test_each_step_is_served(
             layout=layout,
             steps=STEPS,
             lr=1e-2,
-            observe=partial(send_round, [each.url for each in servers], model, tmp_path / "steps"),
+            observe=send,
         )
-    recordings = [read_recordings(tmp_path / f"engine-{i}/recording") for i in range(len(engines))]
+
+    _assert_served(train, model, layout.world_size, engines, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "way", "engines"),
+    [
+        ("qwen3_tied", "fsdp-tp", (2,)),
+        ("qwen3_moe", "transformers-fsdp-tp-ep", (1,)),
+        ("qwen3", "fsdp", (1, 1)),
+    ],
+)
+def test_each_step_of_sharded_modules_is_served(
+    family: str, way: str, engines: tuple[int, ...], hf_model: Models, tmp_path: Path
+) -> None:
+    model = hf_model(family, dtype="bfloat16", **SIZES)
+
+    def train(send: Callable[[Any, int], None]) -> None:
+        on_ranks(WAYS[way][0], sent_rounds, send, model, way, STEPS)
+
+    _assert_served(train, model, WAYS[way][0], engines, tmp_path)
+
+
+def _assert_served(
+    train: Callable[[Any], None], model: Path, ranks: int, engines: tuple[int, ...], folder: Path
+) -> None:
+    """`train` calls what it gets on each rank, with the model and the number of steps, after each step."""
+    (folder / "steps").mkdir()
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(_recording(model, folder / f"engine-{i}", tp)) for i, tp in enumerate(engines)
+        ]
+        train(partial(send_round, [each.url for each in servers], model, folder / "steps"))
+    recordings = [read_recordings(folder / f"engine-{i}/recording") for i in range(len(engines))]
     for step in range(STEPS + 1):
-        folder = tmp_path / f"steps/step-{step}"
-        sent = [Sent(*json.loads((folder / f"rank-{rank}").read_text())) for rank in range(layout.world_size)]
-        _assert_bytes(sent, [each for engine in recordings for each in engine])
-        hub = load_file(folder / "model.safetensors")
+        saved = folder / f"steps/step-{step}"
+        sent = [Sent(*json.loads((saved / f"rank-{rank}").read_text())) for rank in range(ranks)]
+        _assert_bytes(sent, recordings)
+        hub = load_file(saved / "model.safetensors")
         for number, engine in enumerate(recordings):
             for each in engine:
-                kept = torch.load(tmp_path / f"engine-{number}/update-{step + 1}-rank-{each.rank}.pt")
+                kept = torch.load(folder / f"engine-{number}/update-{step + 1}-rank-{each.rank}.pt")
                 _assert_parameters(kept["parameters"], each, hub)
                 assert kept["most"] <= 2 * max(BUCKET, _largest(each))
-    found = [json.loads((tmp_path / f"steps/step-{step}/answers").read_text()) for step in range(STEPS + 1)]
+    found = [json.loads((folder / f"steps/step-{step}/answers").read_text()) for step in range(STEPS + 1)]
     assert found[0] != found[1] != found[-1]
     for number, tp in enumerate(engines):
-        assert [each[number] for each in found] == _answers_after_loading(tmp_path, tp)
+        assert [each[number] for each in found] == _answers_after_loading(folder, tp)
 
 
 def _recording(model: Path, out: Path, tp: int) -> Any:
@@ -118,13 +149,16 @@ def _recording(model: Path, out: Path, tp: int) -> Any:
     return serving(model, out / "log", tp=tp, dtype="bfloat16", env=env, options=options)
 
 
-def _assert_bytes(sent: list[Sent], engines: list[EngineRecording]) -> None:
-    """Elements are sent once, and nothing but short headers besides."""
-    assert sum(each.payload for each in sent) == sum(each.nbytes for each in engines)
+def _assert_bytes(sent: list[Sent], engines: list[list[EngineRecording]]) -> None:
+    """Elements are sent once, and nothing but short headers besides; of several engines, each rank sends its share."""
+    recordings = [each for engine in engines for each in engine]
+    assert sum(each.payload for each in sent) == sum(each.nbytes for each in recordings)
     for each in sent:
         headers = each.sockets - each.payload
-        assert 0 <= headers <= HEADER_BYTES * each.messages
-        assert each.most <= 2 * max(BUCKET, max(map(_largest, engines)))
+        assert 0 <= headers <= HEADER_BYTES * (each.messages + 2)
+        assert each.most <= 2 * max(BUCKET, max(map(_largest, recordings)))
+    if len(engines) > 1:
+        assert max(each.payload for each in sent) <= 1.1 * sum(each.payload for each in sent) / len(sent)
 
 
 def _largest(engine: EngineRecording) -> int:

@@ -18,8 +18,8 @@ from tests.genuine.vllm_server import Server
 from tests.live.rounds import Counted
 
 BUCKET = 40_000
-TCP_INFO_SENT = slice(200, 208)
-"""`tcpi_bytes_sent` of `struct tcp_info` in linux/tcp.h: bytes of data that a socket sent, with those sent again."""
+TCP_INFO_SENT, TCP_INFO_AGAIN = slice(200, 208), slice(208, 216)
+"""`tcpi_bytes_sent` and `tcpi_bytes_retrans` of `struct tcp_info` in linux/tcp.h: the first counts the second, too."""
 
 
 class Sent(NamedTuple):
@@ -73,5 +73,8 @@ def sockets(store: int = 0) -> dict[int, int]:
                     if store in (opened.getsockname()[1], opened.getpeername()[1]):
                         continue
                     told = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    found[int(target[8:-1])] = int.from_bytes(told[TCP_INFO_SENT], "little")
+                    sent, again = (
+                        int.from_bytes(told[each], "little") for each in (TCP_INFO_SENT, TCP_INFO_AGAIN)
+                    )
+                    found[int(target[8:-1])] = sent - again
     return found

@@ -120,6 +120,8 @@ class DeferredTensor(torch.Tensor):  # type: ignore[misc]
                 return _apply(func, args, kwargs) if view is None else view
             if func is torch.Tensor.copy_ and len(args) > 1 and isinstance(args[1], cls):
                 return _copy(args[0], args[1], *args[2:], **kwargs)
+            if func is torch.Tensor.__setitem__ and isinstance(args[2], cls):
+                return _set_item(*args)
             return _apply(func, args, kwargs)
 
     @classmethod
@@ -166,6 +168,16 @@ def _copy(target: torch.Tensor, source: DeferredTensor, *args: Any, **kwargs: An
         target.copy_(source.read(), *args, **kwargs)
     source.tally.landed(target, source)
     return target
+
+
+def _set_item(target: torch.Tensor, index: Any, source: DeferredTensor) -> Any:
+    """`target[index] = source`, which is a copy if the index is a box of the same shape."""
+    items = index if isinstance(index, tuple) else (index,)
+    is_box = all(item is Ellipsis or type(item) in (int, slice) for item in items)
+    part = target[index] if is_box else None
+    if part is None or part.shape != source.shape:
+        return _apply(torch.Tensor.__setitem__, (target, index, source), {})
+    return _copy(part, source)
 
 
 def _of_another_precision(target: torch.Tensor, source: DeferredTensor) -> ReshardError:
