@@ -56,6 +56,7 @@ VIEWS: dict[str, Callable[[torch.Tensor, int, int], Any]] = {
     "squeeze": lambda x, a, b: x.squeeze(a % x.ndim) if x.ndim > 1 else x,
     "reshape": lambda x, a, b: x.reshape(1, -1),
     "contiguous": lambda x, a, b: x.contiguous(),
+    "like": lambda x, a, b: x.view_as(torch.empty(x.shape if a % 2 else (1, *x.shape))),
     "data": lambda x, a, b: x.data,
     "list": lambda x, a, b: x[[0, b % len(x)]],
     "double": lambda x, a, b: x.double(),

@@ -283,6 +283,10 @@ def _transpose(tensor: DeferredTensor, dim0: int, dim1: int) -> DeferredTensor:
     return _permute(tensor, axes)
 
 
+def _view_as(tensor: DeferredTensor, other: torch.Tensor) -> DeferredTensor | None:
+    return tensor if tensor.shape == other.shape else None
+
+
 def _t(tensor: DeferredTensor) -> DeferredTensor:
     return _permute(tensor, range(tensor.ndim)[::-1])
 
@@ -322,6 +326,7 @@ VIEW_OPERATIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.t: _t,
     torch.t: _t,
     torch.Tensor.T.__get__: _t,
+    torch.Tensor.view_as: _view_as,
     torch.Tensor.contiguous: _same_tensor,
     torch.Tensor.detach: _same_tensor,
     torch.Tensor.data.__get__: _same_tensor,

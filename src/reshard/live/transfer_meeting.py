@@ -128,6 +128,8 @@ class Meeting:
     def leave(self) -> None:
         """Close all connections, so that nobody waits for this rank: gloo does once nothing refers to them."""
         self._works.clear()
+        if self._group is not None:
+            self._group.abort()
         self._group = None
 
     def _begun(self, work: distributed.Work, buffer: torch.Tensor) -> int:

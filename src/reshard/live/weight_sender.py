@@ -182,10 +182,9 @@ def weight_sender(
     arguments = Arguments("weight_sender")
     arguments.check("source", source, SOURCE)
     clients = [engines] if isinstance(engines, str) or not isinstance(engines, Sequence) else [*engines]
-    if not clients or not all(isinstance(each, str) or _is_client(each) for each in clients):
-        arguments.reject(
-            "engines", engines, "URLs of vLLM servers, or objects with the methods of its clients"
-        )
+    if not clients or not all(map(_is_engine, clients)):
+        expected = "URLs of vLLM servers (http://…), or objects with the methods of its clients"
+        arguments.reject("engines", engines, expected)
     limit = arguments.check("bucket", bucket, size("bucket"))
     seconds = arguments.check("timeout", timeout, duration(1))
     mode = arguments.check("pause", pause, choice(PAUSES))
@@ -194,8 +193,10 @@ def weight_sender(
     return _connected(source.live, connected, host or _own_host(clients[0]), limit, seconds)
 
 
-def _is_client(client: Any) -> bool:
-    return all(callable(getattr(client, name, None)) for name in METHODS)
+def _is_engine(engine: Any) -> bool:
+    if isinstance(engine, str):
+        return urlsplit(engine).scheme in ("http", "https")
+    return all(callable(getattr(engine, name, None)) for name in METHODS)
 
 
 def _own_host(engine: Any) -> str:
