@@ -228,19 +228,19 @@ def test_weights_are_reloaded_from_another_format(
     assert found == [*first, *other, *other, *other, *other, *first, *first, *first]
 
 
-def test_reloaded_experts_are_refused_on_a_cpu(
+def test_experts_are_reloaded_on_a_cpu(
     models: dict[str, Path], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """vLLM's own loader answers something else after it reloads the same folder: once it does not, remove this."""
+    """vLLM's own loader answers something else after it reloads the same folder on a CPU."""
     reload = {"reload": [str(models["experts"])]}
-    own, (first, refused, after) = serve(
+    own, found = serve(
         "vllm",
         tmp_path,
         {"model": models["experts"], **reload},
         {"model": checkpoints["experts-dcp"], **RESHARD, **reload},
     )
-    assert own[0] == first == after and own[1] != own[0]
-    assert "vLLM cannot reload the experts of a model on a CPU" in refused
+    assert own[1] != own[0]
+    assert found == [own[0], own[0]]
 
 
 def test_wrong_uses_end_in_one_error(

@@ -25,12 +25,11 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.platforms import current_platform
 
 from reshard.base.errors import ReshardError
 from reshard.commands.weights import Weights
 from reshard.exchange.engine_recording import EngineRecording
-from reshard.live import engine_loading, vllm_companions
+from reshard.live import engine_loading, vllm_companions, vllm_layers
 from reshard.live.engine_loading import EngineModel, InferenceEngine, WeightsForModel
 from reshard.live.loaded_parameters import LoadingNotes
 
@@ -119,13 +118,14 @@ class VLLMLoader(BaseModelLoader):  # type: ignore[misc]
         """
         loaded = _LOADED[model]
         try:
-            _refuse_experts_on_cpu(model_config)
             weights = _open_weights(model_config, self._options_for(model_config, loaded.first))
             engine_loading.refuse_another_model(weights, loaded.shapes)
         except ReshardError:
             model_config.model = loaded.path  # which vLLM has already replaced
             raise
         loaded.path = model_config.model
+        for layer in model.modules():
+            vllm_layers.pack_anew(layer)
         return WeightsForModel(ENGINE, weights).tensors()
 
     def _options_for(self, model_config: Any, first: str) -> Mapping[str, Any]:
@@ -154,17 +154,6 @@ def _open_weights(model_config: Any, options: Mapping[str, Any]) -> Weights:
 def _engine_model(model_config: Any) -> EngineModel:
     folder = engine_loading.with_revision(str(model_config.model), model_config.revision)
     return EngineModel(folder, model_config.quantization, model_config.hf_config_path)
-
-
-def _refuse_experts_on_cpu(model_config: Any) -> None:
-    """vLLM packs experts for a CPU when it first loads them, and puts unpacked ones in their place on a reload."""
-    if current_platform.is_cpu() and model_config.is_moe:
-        raise ReshardError(
-            "engine-reload-unsupported",
-            "vLLM cannot reload the experts of a model on a CPU",
-            found=model_config.model,
-            remedy="start vLLM again with this checkpoint",
-        )
 
 
 def _refuse_what_needs_another_loader(model: torch.nn.Module, model_config: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -88,7 +89,12 @@ def _open(layer: torch.nn.Module) -> None:
 
 def _process(layer: torch.nn.Module) -> None:
     """Process a layer into the memory of its former tensors."""
-    method = layer.quant_method
-    if current_platform.is_cpu() and hasattr(method, "moe_kernel"):
-        method.moe_kernel = None  # vLLM packs experts for a CPU only with a new kernel
+    pack_anew(layer)
     layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
+
+
+def pack_anew(layer: torch.nn.Module) -> None:
+    """Let vLLM pack experts for a CPU when a layer is processed again: it does so only when it makes their kernel."""
+    method: Any = getattr(layer, "quant_method", None)
+    if current_platform.is_cpu() and hasattr(method, "moe_kernel"):
+        method.moe_kernel = None
