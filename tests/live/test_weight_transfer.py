@@ -100,7 +100,7 @@ def test_each_step_is_served(
 @pytest.mark.parametrize(
     ("family", "way", "engines"),
     [
-        ("qwen3_tied", "fsdp-tp", (2,)),
+        ("llama_tied", "fsdp-tp", (2,)),
         ("qwen3_moe", "transformers-fsdp-tp-ep", (1,)),
         ("qwen3", "fsdp", (1, 1)),
     ],
