@@ -101,6 +101,19 @@ def test_replicas_take_turns(models: dict[str, Path]) -> None:
     assert max(sent.values()) < 1.5 * plan.nbytes / 4  # the embedding is a third of this model
 
 
+def test_what_a_machine_has_does_not_cross_to_it(models: dict[str, Path]) -> None:
+    trainer = trainer_for(models["llama_tied"], {"tp": 2, "pp": 1}, dp=2)
+    recordings, machines = RECORDINGS / "llama_tied", (["a", "a", "b", "b"], ["b", "c"])
+    plan = reshard.transfer_plan(trainer, recordings, nodes=machines)
+    others = reshard.transfer_plan(trainer, recordings)
+    assert plan.nbytes == others.nbytes == plan.lower_bound
+    assert plan.links().keys() == {("a", "c"), ("b", "c")} and not others.links()
+    assert {each.sender for each in plan.transfers if each.receiver == 0} == {2, 3}
+    assert "2 links between machines" in plan.summary()
+    with pytest.raises(ReshardError, match="4 and 2 names of machines"):
+        reshard.transfer_plan(trainer, recordings, nodes=(["a"], ["b", "c"]))
+
+
 def test_a_recording_survives_json(tmp_path: Path) -> None:
     for recording in read_recordings(RECORDINGS / "qwen3_moe"):
         recording.save(tmp_path)
