@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.runs.guard.watch.memory_watch import MemoryWatcher, free_memory
+from reshard.base.free_memory import free_memory
+from reshard.runs.guard.watch.memory_watch import MemoryWatcher
 from reshard.runs.guard.watch.process_tree import Process
 
 MIB = 1 << 20

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from reshard.base.free_memory import free_memory
+
 PAGE_BYTES = 4096
 """Alignment of direct writes: in the file, in memory and in length."""
 
@@ -130,12 +132,8 @@ class PageBuffer:
 
 def stays_cached(nbytes: int) -> bool:
     """Whether the page cache can keep an output of `nbytes` until a program loads it."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        return False
-    return nbytes * CACHED_DIVISOR <= kilobytes << 10
+    free = min((each.free for each in free_memory(os.getpid())), default=0)  # 0: not Linux
+    return nbytes * CACHED_DIVISOR <= free
 
 
 def _pages(nbytes: int) -> np.ndarray[Any, Any]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from reshard.base.errors import Problem
+from reshard.base.free_memory import FreeMemory, free_memory, memory_groups
 from reshard.base.quantities import size
 from reshard.runs.guard.watch.process_tree import Process, Processes
 from reshard.runs.guard.watch.watcher import Notice, Watcher
@@ -22,65 +22,12 @@ _SHOWN = 3
 """Processes that a warning names."""
 
 
-class FreeMemory(NamedTuple):
-    """Memory that a process can use, in bytes, and what limits it."""
-
-    limit: str
-    total: int
-    free: int
-
-
-def free_memory(pid: int, root: Path = Path("/")) -> Iterator[FreeMemory]:
-    """All limits on the memory of a process. Files that the kernel caches count as free, as it drops them first."""
-    with suppress(OSError, ValueError, KeyError):
-        machine = _fields(root / "proc/meminfo")
-        yield FreeMemory("the machine's memory", machine["MemTotal"] << 10, machine["MemAvailable"] << 10)
-    for mount, group, unified in _groups(root, str(pid)):
-        yield from _group_rooms(mount, group, unified=unified)
-
-
-def _groups(root: Path, pid: str) -> Iterator[tuple[Path, Path, bool]]:
-    """The control groups of a process's memory: where they are mounted, the group, and whether it is of cgroup v2."""
-    with suppress(OSError):
-        for entry in (root / f"proc/{pid}/cgroup").read_text().splitlines():
-            _, controllers, path = entry.split(":", 2)
-            if not controllers or "memory" in controllers.split(","):
-                mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-                yield mount, mount / path.strip("/"), not controllers
-
-
-def _group_rooms(mount: Path, group: Path, *, unified: bool) -> Iterator[FreeMemory]:
-    """The limits of a control group and of those around it, as far as they are mounted here."""
-    limit, usage = (
-        ("memory.max", "memory.current")
-        if unified
-        else (
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-        )
-    )
-    for folder in (group, *group.parents):
-        if not folder.is_relative_to(mount):
-            return
-        with suppress(OSError, ValueError, KeyError):  # no limit: "max", or no file
-            total, used = (int((folder / name).read_text()) for name in (limit, usage))
-            stat = _fields(folder / "memory.stat")
-            prefix = "" if unified else "total_"
-            cached = sum(stat[prefix + name] for name in ("active_file", "inactive_file"))
-            yield FreeMemory("the container's memory limit", total, total - used + cached)
-
-
-def _fields(path: Path) -> dict[str, int]:
-    rows = (line.replace(":", " ").split() for line in path.read_text().splitlines())
-    return {row[0]: int(row[1]) for row in rows if len(row) > 1}
-
-
 def oom_kills(system: Path = Path("/")) -> int:
     """Processes of this control group that any out-of-memory killer has ended so far.
 
     `oom_kill` of memory.events (cgroup v2), of memory.oom_control (v1), or else of the whole machine (/proc/vmstat).
     """
-    groups = _groups(system, "self")
+    groups = memory_groups(system, "self")
     files = [group / ("memory.events" if unified else "memory.oom_control") for _, group, unified in groups]
     for file in (*files, system / "proc/vmstat"):
         with suppress(OSError):
