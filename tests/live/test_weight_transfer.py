@@ -212,3 +212,29 @@ def test_the_script_of_the_documentation(hf_model: Models, tmp_path: Path) -> No
         with urlopen(f"{server.url}/weight_info") as told:
             assert json.loads(told.read()) == {"weight_version": "step-2"}
         assert server.answers() != before
+
+
+SENDING = """
+import sys
+from transformers import AutoModelForCausalLM
+from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, WeightTransferTrainerFactory
+import reshard
+from reshard.live.vllm_transfer import ReshardTrainerInitInfo
+
+folder, base, url = sys.argv[1:]
+source = reshard.weight_source(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), base=base)
+told = ReshardTrainerInitInfo(rank=0, host="127.0.0.1", timeout=60)
+sending = WeightTransferTrainerFactory.trainer_init(told, client=HTTPVLLMWeightSyncClient(url), source=source)
+sending.send_weights()
+sending.shutdown()
+"""
+
+
+def test_a_trainer_engine_of_vllm(hf_model: Models, tmp_path: Path) -> None:
+    first, other = (hf_model("qwen3", dtype="bfloat16", seed=seed, **SIZES) for seed in (0, 1))
+    with serving(other, tmp_path / "log-1", dtype="bfloat16") as server:
+        expected = server.answers()
+    with serving(first, tmp_path / "log-2", dtype="bfloat16") as server:
+        assert server.answers() != expected
+        subprocess.run([python("vllm"), "-c", SENDING, other, first, server.url], check=True)
+        assert server.answers() == expected

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
-from reshard.live.vllm import recording_of
+from reshard.live.vllm import recording_of, register
 from reshard.live.vllm_layers import LayersOf
 from reshard.live.weight_receiver import Invitation, WeightReceiver
 from reshard.live.weight_sender import weight_sender
@@ -100,3 +100,6 @@ class ReshardTrainerEngine(TrainerWeightTransferEngine[ReshardTrainerInitInfo]):
     def shutdown(self) -> None:
         """Leave the engine."""
         self.sender.close()
+
+
+register()  # in a trainer, which loads no plugins, for who imports this
