@@ -33,7 +33,7 @@ class Meeting:
     """Where the buffers are that are sent and received."""
     ranks = 1
     """How many ranks meet, as far as it is known."""
-    _opened = False
+    _opened = _has_told = False
 
     def __init__(self, store: distributed.TCPStore, timeout: float) -> None:
         self._store, self._limit = store, timedelta(seconds=timeout)
@@ -157,7 +157,8 @@ class Meeting:
 
     def _stay_until_told(self) -> None:
         """The store ends with the rank that has it: let the others look first. Lost ones never do."""
-        told, until = self._store.add(TOLD, 1), time.monotonic() + FIRST_WORD
+        told, until = self._store.add(TOLD, 0 if self._has_told else 1), time.monotonic() + FIRST_WORD
+        self._has_told = True
         while self._opened and told < self.ranks and time.monotonic() < until:
             time.sleep(POLL)
             told = self._store.add(TOLD, 0)
