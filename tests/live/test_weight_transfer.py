@@ -130,8 +130,8 @@ def _assert_served(
     for step in range(STEPS + 1):
         saved = folder / f"steps/step-{step}"
         sent = [Sent(*json.loads((saved / f"rank-{rank}").read_text())) for rank in range(ranks)]
-        _assert_bytes(sent, recordings)
         hub = load_file(saved / "model.safetensors")
+        _assert_bytes(sent, recordings, hub)
         for number, engine in enumerate(recordings):
             for each in engine:
                 kept = torch.load(folder / f"engine-{number}/update-{step + 1}-rank-{each.rank}.pt")
@@ -149,16 +149,27 @@ def _recording(model: Path, out: Path, tp: int) -> Any:
     return serving(model, out / "log", tp=tp, dtype="bfloat16", env=env, options=options)
 
 
-def _assert_bytes(sent: list[Sent], engines: list[list[EngineRecording]]) -> None:
-    """Elements are sent once, and nothing but short headers besides; of several engines, each rank sends its share."""
+def _assert_bytes(
+    sent: list[Sent], engines: list[list[EngineRecording]], hub: dict[str, torch.Tensor]
+) -> None:
+    """Elements are sent once, in the narrower dtype, and nothing but short headers besides.
+
+    Of several engines, each rank sends its share.
+    """
     recordings = [each for engine in engines for each in engine]
-    assert sum(each.payload for each in sent) == sum(each.nbytes for each in recordings)
+    least = sum(
+        piece.numel * min(parameter.dtype.itemsize, hub[str(piece.source)].itemsize)
+        for each in recordings
+        for parameter in each.parameters.values()
+        for piece in parameter.view.pieces
+    )
+    assert sum(each.payload for each in sent) == least
     for each in sent:
         headers = each.sockets - each.payload
         assert 0 <= headers <= HEADER_BYTES * (each.messages + 2)
         assert each.most <= 2 * max(BUCKET, max(map(_largest, recordings)))
     if len(engines) > 1:
-        assert max(each.payload for each in sent) <= 1.1 * sum(each.payload for each in sent) / len(sent)
+        assert max(each.payload for each in sent) <= 1.1 * least / len(sent)
 
 
 def _largest(engine: EngineRecording) -> int:
