@@ -67,11 +67,6 @@ class MeanRows(Computed):
             return self._row
 
 
-def own_tables(adapter: Adapter) -> dict[str, Tensor]:
-    """The tables in an adapter: trained, or stored because it changes them or because they were resized."""
-    return _tables({**adapter.base, **adapter.whole})
-
-
 def _tables(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: tensor for name, tensor in weights.items() if name in TOKEN_WEIGHTS and len(tensor.shape) == 2
@@ -101,7 +96,7 @@ def resize(adapter: Adapter, base: Mapping[str, Tensor], weights: dict[str, Tens
     `base` are the weights before anything was changed; `tied` says that its tables are one weight, so a copy of the one
     is also the other. Tables that the adapter did not resize stay as they are.
     """
-    own, embedding = own_tables(adapter), embedding_of(weights)
+    own, embedding = _tables({**adapter.base, **adapter.whole}), embedding_of(weights)
     before = {name: tensor.shape[0] for name, tensor in _tables(base).items()}
     was = before.get(embedding or "", 0)
     sizes = {tensor.shape[0] for name, tensor in own.items() if tensor.shape[0] != before.get(name, was)}

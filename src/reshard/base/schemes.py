@@ -1,7 +1,5 @@
 """Schemes of URLs that messages treat specially. In those of any other scheme, all that may be a secret is hidden."""
 
-from __future__ import annotations
-
 S3 = ("s3", "s3a")
 GOOGLE_CLOUD = ("gs", "gcs")
 ALIBABA_OSS = ("oss",)

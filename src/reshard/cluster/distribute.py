@@ -158,7 +158,13 @@ class _Distribution:
         except Exception as error:
             if self._tries[part.number] < MAX_TRIES:
                 return None
-            raise _lost_worker_error(part, self._tries[part.number], error) from _passing_error(error)
+            raise ReshardError(
+                "workers-lost",
+                "workers died while they were writing a part of the output",
+                found=f"{part}: {self._tries[part.number]} times, at last {type_and_message(error)}",
+                remedy="see in the log of the workers why they ended (out of memory, preempted), then run the same "
+                "command again: it continues",
+            ) from _passing_error(error)
         if outcome.error:
             raise outcome.error
         return outcome
@@ -191,13 +197,3 @@ def _passing_error(error: Exception) -> OSError:
     passing = ConnectionError(f"{type(error).__name__}: {error}")
     passing.__cause__ = error
     return passing
-
-
-def _lost_worker_error(part: PlanPart, tries: int, error: Exception) -> ReshardError:
-    return ReshardError(
-        "workers-lost",
-        "workers died while they were writing a part of the output",
-        found=f"{part}: {tries} times, at last {type_and_message(error)}",
-        remedy="see in the log of the workers why they ended (out of memory, preempted), then run the same command "
-        "again: it continues",
-    )

@@ -72,7 +72,15 @@ def joined_parts(name: str, parts: list[TensorSlice]) -> Tensor | Problem:
         if first.low is None or part.low is None:
             return _repeated_problem(name, first.tensor, part.tensor)
         if (part.tensor.dtype, len(part.low)) != (first.tensor.dtype, len(first.low)):
-            return _mismatch_problem(name, first.tensor, part.tensor)
+            return Problem(
+                "parts-unlike",
+                "the parts of a tensor do not belong together",
+                tensor=name,
+                file=part.tensor.file,
+                expected=f"{first.tensor.dtype} with {len(first.tensor.shape)} axes, as in {first.tensor.file}",
+                found=f"{part.tensor.dtype} with {len(part.tensor.shape)} axes",
+                remedy="copy the files of one save into a folder of their own, and pass that",
+            )
     if not others and not any(first.low or ()):
         return first.tensor
     shape = tuple(map(max, zip(*map(_end, parts), strict=True)))
@@ -97,18 +105,6 @@ def _repeated_problem(name: str, first: Tensor, other: Tensor) -> Problem:
         found=f"the same name in {first.file}",
         remedy="two saves are mixed: copy the files of the one that you want into a folder of their own, and pass "
         "that; delete nothing, since names do not tell which files belong together",
-    )
-
-
-def _mismatch_problem(name: str, first: Tensor, other: Tensor) -> Problem:
-    return Problem(
-        "parts-unlike",
-        "the parts of a tensor do not belong together",
-        tensor=name,
-        file=other.file,
-        expected=f"{first.dtype} with {len(first.shape)} axes, as in {first.file}",
-        found=f"{other.dtype} with {len(other.shape)} axes",
-        remedy="copy the files of one save into a folder of their own, and pass that",
     )
 
 

@@ -3,8 +3,6 @@
 Also `reshard.json`, which reshard adds to every output.
 """
 
-from __future__ import annotations
-
 RECORD = "reshard.json"
 FILES_KEY = "files"
 """The key under which `reshard.json` names the files written with it, as a list or as the keys of an object."""

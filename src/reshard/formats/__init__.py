@@ -275,13 +275,6 @@ def refuse_unfinished(path: Path, sources: Sources) -> None:
             )
 
 
-def _config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The config of a checkpoint, if it is readable."""
-    return companions.hub_config(
-        _object_beside(checkpoint, companion_names.CONFIG), checkpoint.description.config
-    )
-
-
 def _object_beside(checkpoint: Checkpoint, name: str) -> Mapping[str, Any] | None:
     """The object in a file beside the weights, if it is readable; errors are reported by the code that needs it."""
     with suppress(ReshardError):
@@ -324,7 +317,9 @@ def _recognized(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     """A checkpoint with the quantization of its weights. Raises ReshardError for the names of another tool."""
     if not checkpoint.has_hub_names:
         return checkpoint
-    config = _config_beside(checkpoint)
+    config = companions.hub_config(
+        _object_beside(checkpoint, companion_names.CONFIG), checkpoint.description.config
+    )
     if tool := foreign.with_names_of_a_tool(folder, checkpoint.tensors, config):
         raise ReshardError(tool)
     config = _with_settings_of_modelopt(config, checkpoint)

@@ -39,7 +39,14 @@ def resolve_if_declared(described: DescribedCheckpoint, trust: str = "checkpoint
         return resolve(described, trust)
     if described.family is None:
         if described.checkpoint.native.is_part:
-            raise _language_model_alone(described)
+            raise ReshardError(
+                "language-model-alone",
+                "the checkpoint has only the language model of a larger model, whose other parts are not declared",
+                file=str(described.checkpoint.path),
+                rule="what wrote the checkpoint keeps one part of the model, and config.json describes all of them",
+                found=f"model_type {described.config.get('model_type')}",
+                remedy="convert the Hugging Face folder that it was made from",
+            )
         return as_named(described)
     layers = _layers(described.checkpoint, described.family)
     has_usual = not (has_other_head(described.config) or (layers and layers.moved))
@@ -47,17 +54,6 @@ def resolve_if_declared(described: DescribedCheckpoint, trust: str = "checkpoint
         return resolve(described, trust, computes=False)
     _check(described, layers, trust)
     return as_named(described)
-
-
-def _language_model_alone(described: DescribedCheckpoint) -> ReshardError:
-    return ReshardError(
-        "language-model-alone",
-        "the checkpoint has only the language model of a larger model, whose other parts are not declared",
-        file=str(described.checkpoint.path),
-        rule="what wrote the checkpoint keeps one part of the model, and config.json describes all of them",
-        found=f"model_type {described.config.get('model_type')}",
-        remedy="convert the Hugging Face folder that it was made from",
-    )
 
 
 def refuse_other_head(described: DescribedCheckpoint) -> None:

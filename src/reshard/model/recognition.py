@@ -133,7 +133,17 @@ def _alike_problem(model_type: Any, family: Family, checkpoint: Checkpoint, sett
     The family is proposed unless the model is known to compute something else, or has `settings` that say so.
     """
     if known := BUILT_ALIKE.get(str(model_type)) or settings:
-        return _differs_problem(model_type, family, checkpoint, known)
+        return Problem(
+            "model-type-differs" if checkpoint.has_hub_names else "model-type-differs-here",
+            f"{family.name} computes something else than this model",
+            file=str(checkpoint.description.folder / "config.json"),
+            rule=known,
+            found=f"model_type {model_type}",
+            remedy=_keeping()
+            if checkpoint.has_hub_names
+            else "pass the config of the model that was trained: --base DIR",
+            values={"family": family.name},
+        )
     insist = f"if it computes the same as {family.name}: --family {family.name}"
     return Problem(
         "model-type-unknown" if checkpoint.has_hub_names else "model-type-unknown-here",
@@ -142,20 +152,6 @@ def _alike_problem(model_type: Any, family: Family, checkpoint: Checkpoint, sett
         rule="scales, windows, rotary embedding and activation do not show in the names and shapes of tensors",
         found=f"model_type {model_type}" if model_type else None,
         remedy=f"{insist}; {_keeping()}" if checkpoint.has_hub_names else insist,
-        values={"family": family.name},
-    )
-
-
-def _differs_problem(model_type: Any, family: Family, checkpoint: Checkpoint, known: str) -> Problem:
-    return Problem(
-        "model-type-differs" if checkpoint.has_hub_names else "model-type-differs-here",
-        f"{family.name} computes something else than this model",
-        file=str(checkpoint.description.folder / "config.json"),
-        rule=known,
-        found=f"model_type {model_type}",
-        remedy=_keeping()
-        if checkpoint.has_hub_names
-        else "pass the config of the model that was trained: --base DIR",
         values={"family": family.name},
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from reshard.algebra.tensors import Replica
 from reshard.base.later_imports import imported_later
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import CheckpointKind, PlannedStates, Request, main_dtype
+from reshard.formats.contract import CheckpointKind, Request, main_dtype
 from reshard.formats.optimizer import MASTER_STATE
 from reshard.formats.quantization import UNTOLD, settings_of
 from reshard.model.logical_tensors import LogicalTensors, logical_tensors
@@ -82,7 +82,11 @@ def _of_model(source: PreparedSource, request: Request) -> Contents:
     if options.with_optimizer:
         all_states = optimizer_tensors.logical_states(logical)
         kept = {state: each for state, each in all_states.items() if state in target.states}
-        contents = _with_states(contents, names.states(kept), checkpoint, target.states)
+        contents = replace(
+            contents,
+            request=replace(contents.request, states=names.states(kept)),
+            dropped=contents.dropped - optimizer_tensors.carried(checkpoint, target.states),
+        )
     return contents
 
 
@@ -149,15 +153,4 @@ def _quantized_contents(contents: Contents) -> Contents:
         request=replace(request, tensors=tensors, config=config, quantization=settings),
         notes=[*contents.notes, *notes],
         memory=contents.memory.plus(memory),
-    )
-
-
-def _with_states(
-    contents: Contents, states: PlannedStates, checkpoint: Checkpoint, kept: Sequence[str]
-) -> Contents:
-    """The contents with optimizer states, which are then not dropped."""
-    return replace(
-        contents,
-        request=replace(contents.request, states=states),
-        dropped=contents.dropped - optimizer_tensors.carried(checkpoint, kept),
     )

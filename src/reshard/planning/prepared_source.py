@@ -62,9 +62,26 @@ def prepared_source(source: ConversionSource) -> PreparedSource:
     else:
         resolved = _resolve_model(checkpoint, target, options)
         if options.with_optimizer and resolved.checkpoint.filled:
-            raise ReshardError(_without_states(resolved.checkpoint))
+            raise ReshardError(
+                Problem(
+                    "filled-tensors-without-states",
+                    "tensors that are filled from another model have no optimizer states",
+                    tensor=listed(resolved.checkpoint.filled, 3),
+                    file=str(resolved.checkpoint.path),
+                    rule="an optimizer has a state for each weight that it trains",
+                    remedy="leave out --with-optimizer to convert the weights alone",
+                )
+            )
         if options.with_optimizer and _has_repeats(resolved, target):
-            raise ReshardError(_repeated_states(resolved.checkpoint))
+            raise ReshardError(
+                Problem(
+                    "repeated-weights-have-several-states",
+                    "the engine repeats weights of this family, with optimizer states of their own",
+                    file=str(resolved.checkpoint.path),
+                    rule="a weight has one state",
+                    remedy="convert the weights alone, without optimizer states",
+                )
+            )
     return PreparedSource(resolved, source.kind, source.format, target, options)
 
 
@@ -76,32 +93,11 @@ def _told_if_complete(checkpoint: Checkpoint, complete: Path) -> Checkpoint:
     return replace(checkpoint, notes=[*checkpoint.notes, note])
 
 
-def _without_states(checkpoint: Checkpoint) -> Problem:
-    return Problem(
-        "filled-tensors-without-states",
-        "tensors that are filled from another model have no optimizer states",
-        tensor=listed(checkpoint.filled, 3),
-        file=str(checkpoint.path),
-        rule="an optimizer has a state for each weight that it trains",
-        remedy="leave out --with-optimizer to convert the weights alone",
-    )
-
-
 def _has_repeats(resolved: ResolvedCheckpoint, target: Target) -> bool:
     """Whether an engine on either side stores elements in several places, of which the other side has one."""
     checkpoint, model = resolved.checkpoint, resolved.model
     is_engines = not checkpoint.has_hub_names or not target.names.are_derived
     return bool(model and is_engines and model.binding(checkpoint.dialect.rules).repeats)
-
-
-def _repeated_states(checkpoint: Checkpoint) -> Problem:
-    return Problem(
-        "repeated-weights-have-several-states",
-        "the engine repeats weights of this family, with optimizer states of their own",
-        file=str(checkpoint.path),
-        rule="a weight has one state",
-        remedy="convert the weights alone, without optimizer states",
-    )
 
 
 def _storable(source: ConversionSource, target: Target) -> Checkpoint:

@@ -164,7 +164,16 @@ class TargetNames:
             for name, bound in (self.natives or {}).items():
                 sources = sources_of(bound)
                 if name not in (natives[state] or {}) and not sources.isdisjoint(logical.tensors):
-                    problems.append(_partly_frozen(state, name, sources - logical.tensors.keys()))
+                    problems.append(
+                        Problem(
+                            "optimizer-state-partial",
+                            "a part of a tensor has an optimizer state, and the rest has none",
+                            tensor=name,
+                            rule=f"a fused tensor is trained as one parameter, with one {state}",
+                            found=f"none for {', '.join(sorted(sources - logical.tensors.keys()))}",
+                            remedy="leave out --with-optimizer: frozen and trained tensors cannot be fused",
+                        )
+                    )
         if problems:
             raise ReshardError(problems)
         return {
@@ -266,17 +275,6 @@ def sources_of(bound: BoundTensor) -> set[str]:
 
 def _named_with_state(state: str, tensors: Iterable[Planned]) -> dict[str, Planned]:
     return {tensor.name: tensor._replace(name=f"{tensor.name} ({state})") for tensor in tensors}
-
-
-def _partly_frozen(state: str, name: str, missing: set[str]) -> Problem:
-    return Problem(
-        "optimizer-state-partial",
-        "a part of a tensor has an optimizer state, and the rest has none",
-        tensor=name,
-        rule=f"a fused tensor is trained as one parameter, with one {state}",
-        found=f"none for {', '.join(sorted(missing))}",
-        remedy="leave out --with-optimizer: frozen and trained tensors cannot be fused",
-    )
 
 
 def elements(tensors: Iterable[Planned]) -> int:

@@ -5,8 +5,6 @@
 opens either for positioned reads. No module above this package needs to know which one it has.
 """
 
-from __future__ import annotations
-
 from reshard.stores.file_info import Stamp
 from reshard.stores.open_file import OpenFile
 from reshard.stores.path import (

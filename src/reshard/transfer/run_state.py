@@ -71,17 +71,17 @@ class RunTotals:
         """Values that the output has lost, and if `strict`, tensors that contain NaN or Inf in the source."""
         lost = self.overflows()
         problems = [overflow_problem(name, lost[name]) for name in sorted(lost)]
-        return problems + [_not_finite(name) for name in self.nonfinite if strict and name not in lost]
-
-
-def _not_finite(name: str) -> Problem:
-    return Problem(
-        "tensor-not-finite",
-        "a tensor contains NaN or Inf",
-        tensor=name,
-        rule="weights are finite (--strict)",
-        remedy="use an earlier iteration, or leave out --strict to convert it anyway",
-    )
+        return problems + [
+            Problem(
+                "tensor-not-finite",
+                "a tensor contains NaN or Inf",
+                tensor=name,
+                rule="weights are finite (--strict)",
+                remedy="use an earlier iteration, or leave out --strict to convert it anyway",
+            )
+            for name in self.nonfinite
+            if strict and name not in lost
+        ]
 
 
 class RunState:

@@ -1,7 +1,5 @@
 """DeepSeek-MoE: Llama's attention with the experts of DeepSeek-V2."""
 
-from __future__ import annotations
-
 from reshard.families.architectures import glm4_moe
 from reshard.families.config_entries import Const
 from reshard.families.config_map import (

@@ -1,7 +1,5 @@
 """dots1: the layers of GLM-4.5 with rope over the full head dimension, and without MTP layers."""
 
-from __future__ import annotations
-
 from reshard.families.architectures.glm4_moe import rules
 from reshard.families.config_entries import Const, FullAttention
 from reshard.families.config_map import DEEPSEEK_EXPERTS, DERIVED_HEADS, NO_BIAS, QK_NORM, SIGMOID_ROUTER

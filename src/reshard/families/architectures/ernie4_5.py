@@ -1,7 +1,5 @@
 """Ernie 4.5: Llama with interleaved rope, which rotates neighbouring elements of a head instead of its two halves."""
 
-from __future__ import annotations
-
 from reshard.families.architectures.llama import dense
 from reshard.families.config_entries import Const, Key
 from reshard.families.config_map import GROUPED_HEADS, NO_QK_NORM, TIED

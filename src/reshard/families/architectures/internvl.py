@@ -1,7 +1,5 @@
 """InternVL, in the spellings of OpenGVLab and transformers: a vision tower, and one of several language models."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from reshard.families.architectures.qwen2 import QWEN2

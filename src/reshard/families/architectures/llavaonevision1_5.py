@@ -1,7 +1,5 @@
 """LLaVA-OneVision 1.5: Qwen3 with a vision tower. ms-swift calls it llava_onevision1_5."""
 
-from __future__ import annotations
-
 from reshard.families.architectures.qwen3 import QWEN3
 from reshard.families.family import MCORE_BRIDGE, Family
 from reshard.families.outer_model import CarriedTensors, OuterModel

@@ -1,7 +1,5 @@
 """Mistral: Llama with sliding-window attention in every layer."""
 
-from __future__ import annotations
-
 from reshard.families.architectures.llama import dense
 from reshard.families.config_entries import SlidingWindow
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM

@@ -1,7 +1,5 @@
 """Qwen2-VL and Qwen2.5-VL: Qwen2 with a vision tower."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from reshard.families.architectures.llama import dense

@@ -1,7 +1,5 @@
 """Qwen3, dense and with experts: Qwen2 with query and key norms instead of biases."""
 
-from __future__ import annotations
-
 from reshard.families.architectures.llama import dense
 from reshard.families.architectures.qwen2 import sparse
 from reshard.families.config_entries import Const, FullAttention

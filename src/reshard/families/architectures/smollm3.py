@@ -1,7 +1,5 @@
 """SmolLM3: Llama with no rotary embedding in every fourth layer."""
 
-from __future__ import annotations
-
 from reshard.families.architectures.llama import dense
 from reshard.families.config_entries import Biases, FullAttention
 from reshard.families.config_map import DERIVED_HEADS, NO_QK_NORM, TIED

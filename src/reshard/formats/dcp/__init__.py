@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint: a folder of `.metadata` and `*.distcp`. Megatron's torch_dist uses the same files."""
 
-from __future__ import annotations
-
 from reshard.base.later_imports import imported_later
 from reshard.formats import detection
 from reshard.formats.contract import LIVE, Format, Naming, Target

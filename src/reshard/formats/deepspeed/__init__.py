@@ -1,7 +1,5 @@
 """Checkpoints of DeepSpeed: ZeRO 0 to 3, and the universal format."""
 
-from __future__ import annotations
-
 from reshard.base.later_imports import imported_later
 from reshard.formats import detection
 from reshard.formats.contract import LIVE, Format, Naming, StoredDtypes, Target

@@ -1,7 +1,5 @@
 """FSDP with one file per rank, as verl and accelerate save it."""
 
-from __future__ import annotations
-
 from reshard.base.later_imports import imported_later
 from reshard.formats import detection
 from reshard.formats.contract import LIVE, Format, Naming, Ranks, Target

@@ -154,25 +154,23 @@ def _rank_problems(files: RankFiles, parts: Mapping[str, Parts]) -> list[Problem
     every = [pair for pairs in parts.values() for pair in pairs]
     expected: frozenset[int] = frozenset().union(*{part.ranks for _, part in every})
     if files.world and expected and max(expected) >= files.world:
-        return [_other_world(files, max(expected) + 1)]
+        return [
+            Problem(
+                "mesh-size-differs",
+                "the mesh does not match the number of files",
+                file=str(files.folder),
+                rule=f"{files.save} is in the name of every file",
+                expected=f"tensors that {files.world} ranks share",
+                found=f"tensors that at least {(max(expected) + 1)} ranks share",
+                remedy="the files were renamed, or are of several runs: copy those of one run again",
+            )
+        ]
     wrote = {str(files.ranks[rank]): writer for rank, writer in sorted(writers(files, parts).items())}
     problems = [_copied(file, first, wrote[file]) for file, first in copied(wrote)]
     if not problems:
         rule = "the tensors refer to ranks " + ", ".join(map(str, sorted(expected)))
         problems = [missing_rank(files, rank, rule) for rank in sorted(expected - {*wrote.values()})]
     return problems
-
-
-def _other_world(files: RankFiles, world: int) -> Problem:
-    return Problem(
-        "mesh-size-differs",
-        "the mesh does not match the number of files",
-        file=str(files.folder),
-        rule=f"{files.save} is in the name of every file",
-        expected=f"tensors that {files.world} ranks share",
-        found=f"tensors that at least {world} ranks share",
-        remedy="the files were renamed, or are of several runs: copy those of one run again",
-    )
 
 
 def _copied(file: str, first: str, rank: int) -> Problem:

@@ -1,7 +1,5 @@
 """GGUF, the files of llama.cpp: metadata with config and tokenizer, and tensors under its own names."""
 
-from __future__ import annotations
-
 from reshard.base.later_imports import imported_later
 from reshard.formats import detection
 from reshard.formats.contract import Format

@@ -170,7 +170,14 @@ def read(path: Path, sources: Sources) -> GgufContent:
         except _CutError:
             raise _cut(path, "all of its metadata", f"{file.size:,} bytes") from None
         except (_InvalidError, MemoryError) as error:
-            raise _invalid(path, str(error) or "a size beyond all memory") from None
+            raise ReshardError(
+                "gguf-header-invalid",
+                "a GGUF file has an invalid header",
+                file=str(path),
+                expected="values and tensors as llama.cpp writes them, each with a name of its own",
+                found=str(error) or "a size beyond all memory",
+                remedy=COPY_AGAIN,
+            ) from None
         raise_all(_misplaced(content.infos, file.size, path))
     return content
 
@@ -252,17 +259,6 @@ def _cut(path: Path, expected: str, found: str) -> ReshardError:
         file=str(path),
         rule="the header says where the data of each tensor is",
         expected=expected,
-        found=found,
-        remedy=COPY_AGAIN,
-    )
-
-
-def _invalid(path: Path, found: str) -> ReshardError:
-    return ReshardError(
-        "gguf-header-invalid",
-        "a GGUF file has an invalid header",
-        file=str(path),
-        expected="values and tensors as llama.cpp writes them, each with a name of its own",
         found=found,
         remedy=COPY_AGAIN,
     )

@@ -303,24 +303,20 @@ def _kind(files: Files, tokenizer: Json, arch: str) -> str:
     )
 
 
-def _unknown_split(family: str, assumed: str) -> Problem:
-    return Problem(
-        "gguf-pre-tokenizer-unknown",
-        f"llama.cpp has no pre-tokenizer with the expressions of {TOKENIZER}; {assumed} is used, as for other"
-        f" models of family {family}",
-        file=TOKENIZER,
-        rule="text is split by these expressions before it becomes tokens",
-        remedy="compare the tokens of llama-tokenize with those of transformers before you publish the file",
-        severity="warning",
-    )
-
-
 def _write_pre(keys: TypedMetadata, tokenizer: Json, family: str) -> Iterator[Problem]:
     named = named_by_splits(tokenizer) if tokenizer else None
     assumed = ASSUMED_PRETOKENIZERS.get(family, "default")
     keys.text("tokenizer.ggml.pre", named or assumed)
     if tokenizer and named is None:
-        yield _unknown_split(family, assumed)
+        yield Problem(
+            "gguf-pre-tokenizer-unknown",
+            f"llama.cpp has no pre-tokenizer with the expressions of {TOKENIZER}; {assumed} is used, as for other"
+            f" models of family {family}",
+            file=TOKENIZER,
+            rule="text is split by these expressions before it becomes tokens",
+            remedy="compare the tokens of llama-tokenize with those of transformers before you publish the file",
+            severity="warning",
+        )
 
 
 def _too_many(files: Files, rows: int) -> Iterator[Problem]:

@@ -1,7 +1,5 @@
 """Checkpoints of InternEvo, a file for each rank."""
 
-from __future__ import annotations
-
 from reshard.base.later_imports import imported_later
 from reshard.formats import detection
 from reshard.formats.contract import Format, Naming, Ranks, Target

@@ -1,7 +1,5 @@
 """MLX folders, as mlx-lm and mlx-vlm write them: safetensors under MLX's own names, plain or quantized."""
 
-from __future__ import annotations
-
 from reshard.base.later_imports import imported_later
 from reshard.formats import detection, huggingface, safetensors_writers
 from reshard.formats.contract import Format

@@ -147,7 +147,14 @@ class _MlxWeights:
         items, scales = (self._tensors[f"{module}.{part}"] for part in ("weight", "scales"))
         biases = self._tensors.get(f"{module}.biases")
         if f"{module}.global_scale" in self._tensors:
-            yield _with_global_scale(module, items)
+            yield Problem(
+                "mlx-global-scale-unsupported",
+                "a quantized weight has a global scale, which reshard does not compute",
+                tensor=f"{module}.weight",
+                file=items.file,
+                found=f"{module}.global_scale",
+                remedy="dequantize it where MLX runs, with mlx_lm.convert",
+            )
             return
         if scales.dtype.name != "uint8" and biases is None:
             yield _incomplete_problem(f"{module}.weight", "biases", scales)
@@ -215,15 +222,4 @@ def _incomplete_problem(name: str, lacking: str, present: Tensor) -> Problem:
         expected=lacking,
         found=f"{present.dtype} {list(present.shape)} without it",
         remedy="copy or download the files again: the values are meaningless without their scales",
-    )
-
-
-def _with_global_scale(module: str, items: Tensor) -> Problem:
-    return Problem(
-        "mlx-global-scale-unsupported",
-        "a quantized weight has a global scale, which reshard does not compute",
-        tensor=f"{module}.weight",
-        file=items.file,
-        found=f"{module}.global_scale",
-        remedy="dequantize it where MLX runs, with mlx_lm.convert",
     )

@@ -1,7 +1,5 @@
 """Containers of Orbax with MaxText's names: arrays of all layers together (scanned), or an array for each layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from reshard.base.later_imports import imported_later

@@ -31,7 +31,14 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     _refuse_unmerged(checkpoint)
     rules = litgpt.renames(settings, old=any(f".{litgpt.OLD_QKV}." in name for name in checkpoint.tensors))
     if rules is None:
-        raise _unknown_model(settings, checkpoint.description.folder)
+        raise ReshardError(
+            "litgpt-model-unsupported",
+            "reshard does not know how LitGPT names the tensors of this model",
+            file=str(checkpoint.description.folder / LITGPT_SETTINGS),
+            found=f"name {settings.get('name')}, mlp_class_name {settings.get('mlp_class_name')}",
+            remedy=f"let LitGPT convert it: litgpt convert_from_litgpt {checkpoint.description.folder} OUT, and pass "
+            "the file that it writes, in a folder with the model's config.json",
+        )
     sizes = litgpt_config.sizes(settings)
     hub = apply_renamings.on_hub(checkpoint.tensors, rules, sizes)
     _refuse_misfits(checkpoint, hub, sizes["num_hidden_layers"])
@@ -77,17 +84,6 @@ def _refuse_unmerged(checkpoint: Checkpoint) -> None:
             remedy=f"merge LoRA with LitGPT: litgpt merge_lora {checkpoint.description.folder}; "
             "its Adapter methods cannot be merged",
         )
-
-
-def _unknown_model(settings: Mapping[str, Any], folder: Path) -> ReshardError:
-    return ReshardError(
-        "litgpt-model-unsupported",
-        "reshard does not know how LitGPT names the tensors of this model",
-        file=str(folder / LITGPT_SETTINGS),
-        found=f"name {settings.get('name')}, mlp_class_name {settings.get('mlp_class_name')}",
-        remedy=f"let LitGPT convert it: litgpt convert_from_litgpt {folder} OUT, and pass the file that it writes, in "
-        "a folder with the model's config.json",
-    )
 
 
 def _refuse_misfits(checkpoint: Checkpoint, hub: Iterable[str], layers: int) -> None:

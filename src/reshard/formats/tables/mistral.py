@@ -39,7 +39,13 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     if config is None:
         params = object_beside(folder, PARAMS_FILE, sources)
         if params is None:
-            raise _without_params(folder)
+            raise ReshardError(
+                "mistral-without-params",
+                "there is no params.json beside the weights of Mistral's own code",
+                file=str(folder),
+                rule="it tells how many heads there are, by which rows of queries and keys are put in order",
+                remedy="copy or download it, or the model's config.json, into the same folder",
+            )
         config, notes, recorded = mistral_params.config_of(
             params, checkpoint.tensors, str(folder / PARAMS_FILE)
         )
@@ -76,16 +82,6 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
         file=str(checkpoint.path),
         found=listed(scales, 2),
         remedy="use the files of the Hub's layout, which reshard reads in FP8, too, or the unquantized release",
-    )
-
-
-def _without_params(folder: Path) -> ReshardError:
-    return ReshardError(
-        "mistral-without-params",
-        "there is no params.json beside the weights of Mistral's own code",
-        file=str(folder),
-        rule="it tells how many heads there are, by which rows of queries and keys are put in order",
-        remedy="copy or download it, or the model's config.json, into the same folder",
     )
 
 

@@ -106,7 +106,14 @@ def of_names(root: Traceback, log: Log) -> Finding | None:
         return None
     kind, values = class_of(names)
     kind = _of_reader(kind, names, root)
-    return rules.finding(f"names-{kind}", values={**_example_names(names), **values})
+    return rules.finding(
+        f"names-{kind}",
+        values={
+            "missing": ", ".join(names.missing[:2]) or "–",
+            "unexpected": ", ".join(names.unexpected[:2]) or "–",
+            **values,
+        },
+    )
 
 
 def _of_reader(kind: str, names: NameLists, root: Traceback) -> str:
@@ -138,13 +145,6 @@ def _listed(match: re.Match[str] | None) -> list[str]:
     text = re.split(r"(?i)\b(?:unexpected|missing) key", match["names"])[0]
     named = _IN_QUOTES.findall(text) or _NAME.findall(text)
     return [name.rstrip(".") for name in named][:MAX_NAMES]
-
-
-def _example_names(names: NameLists) -> dict[str, object]:
-    return {
-        "missing": ", ".join(names.missing[:2]) or "–",
-        "unexpected": ", ".join(names.unexpected[:2]) or "–",
-    }
 
 
 def class_of(names: NameLists) -> NamesClass:

@@ -264,7 +264,7 @@ def _silent_rank(content: str, log: Log, seen: RunEvidence) -> tuple[str, int | 
     DeepSpeed's launcher has no summary: it is the only rank without a traceback, if all others lost a connection.
     """
     own = (-signal.SIGTERM, 128 + signal.SIGTERM)  # which torchrun itself sends
-    spoke = _spoke(log)
+    spoke = {each.stream.split("/")[-1] for each in log.tracebacks}
     ended = [(rank, int(code)) for rank, code in _EXIT.findall(content) if int(code) not in own]
     silent = [(rank, code) for rank, code in ended if code < 0 or rank not in spoke]
     if silent:
@@ -277,11 +277,6 @@ def _silent_rank(content: str, log: Log, seen: RunEvidence) -> tuple[str, int | 
 
 _WORLD = re.compile(r"\bdist_world_size=(\d+)")
 """What DeepSpeed's launcher prints (deepspeed.launcher.launch)."""
-
-
-def _spoke(log: Log) -> set[str]:
-    """The ranks that left a traceback."""
-    return {each.stream.split("/")[-1] for each in log.tracebacks}
 
 
 def _last_words(log: Log, rank: str, code: int | None) -> Iterator[str]:

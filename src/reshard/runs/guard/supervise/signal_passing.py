@@ -39,11 +39,6 @@ SENTINEL_SECONDS = 0.2
 """Seconds in which the sentinel receives what was sent to the group."""
 
 
-def ignored_signals() -> set[int]:
-    """The signals that this process ignores, as it did when it was started: those of `nohup` and of `&` in a script."""
-    return {each for each in PASSED_SIGNALS if signal.getsignal(each) is signal.SIG_IGN}
-
-
 class PassedSignals:
     """A context in which signals do not end this process.
 
@@ -56,7 +51,8 @@ class PassedSignals:
         self._apart = apart
         self.first = 0
         """The first signal that came to end the run, 0 if none has."""
-        self._ignored = ignored_signals()
+        # as those of `nohup` and of `&` in a script
+        self._ignored = {each for each in PASSED_SIGNALS if signal.getsignal(each) is signal.SIG_IGN}
         self._is_main = threading.current_thread() is threading.main_thread()
         self._before: dict[int, Any] = {}
 
