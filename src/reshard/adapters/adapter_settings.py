@@ -310,8 +310,11 @@ def merge_problems(settings: AdapterSettings) -> Iterator[Problem]:
             yield _unmergeable(settings, f"{key}={settings.config[key]}", "load and merge it with PEFT")
     start = settings.config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_THE_BASE):
-        remedy = "save it again with path_initial_model_for_weight_conversion, which PEFT's documentation describes"
-        yield _unmergeable(settings, f"init_lora_weights={start}, which changes the base", remedy)
+        yield _unmergeable(
+            settings,
+            f"init_lora_weights={start}, which changes the base",
+            "save it again with path_initial_model_for_weight_conversion, which PEFT's documentation describes",
+        )
 
 
 def _unmergeable(settings: AdapterSettings, found: str, remedy: str) -> Problem:

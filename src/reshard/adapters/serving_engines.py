@@ -90,8 +90,11 @@ def _of_vllm(
             yield engine.refused(module, f"rank {change.pair.rank}", f"the rank is at most {_VLLM_RANK}")
     for experts in changes.experts:
         if GATE_UP in experts.shapes and not engine.stacks(model_type):
-            rule = "the model's class in vLLM must load LoRA of experts that the Hub stacks"
-            yield engine.refused(experts.module, f"model type {model_type}", rule)
+            yield engine.refused(
+                experts.module,
+                f"model type {model_type}",
+                "the model's class in vLLM must load LoRA of experts that the Hub stacks",
+            )
 
 
 def _of_sglang(
@@ -111,9 +114,12 @@ def _of_sglang(
 def _extras(engine: ServingEngine, adapter: Adapter) -> Iterator[Problem]:
     """Problems of everything that is not a low-rank pair of a linear of the language model."""
     for problem in merge_problems(adapter.settings):
-        title = f"{engine.title} does not apply adapters of this kind"
         yield replace(
-            problem, code="adapter-engine-unable", message=title, rule="it applies pairs only", remedy=REMEDY
+            problem,
+            code="adapter-engine-unable",
+            message=f"{engine.title} does not apply adapters of this kind",
+            rule="it applies pairs only",
+            remedy=REMEDY,
         )
     for name in adapter.whole:
         yield engine.refused(name, "a weight that was trained without LoRA", "it applies pairs only")
@@ -147,8 +153,11 @@ def resized(engine: ServingEngine, adapter: Adapter, weights: Mapping[str, Tenso
     """Problems of tables that were resized before the training."""
     for name, tensor in adapter.base.items():
         if name in weights and weights[name].shape != tensor.shape:
-            sizes = f"{list(tensor.shape)} in the adapter, {list(weights[name].shape)} in the base"
-            yield engine.refused(name, sizes, "the vocabulary is that of the base")
+            yield engine.refused(
+                name,
+                f"{list(tensor.shape)} in the adapter, {list(weights[name].shape)} in the base",
+                "the vocabulary is that of the base",
+            )
 
 
 def strengths(engine: ServingEngine, each: Mapping[str, ScaledPair]) -> Iterator[Problem]:
@@ -156,8 +165,11 @@ def strengths(engine: ServingEngine, each: Mapping[str, ScaledPair]) -> Iterator
     first = next(iter(each.values())).scale if each else 0
     for module, change in each.items():
         if change.scale != first and not engine.uneven:
-            rule = f"one alpha/r for all modules, which is {first:g} in the first"
-            yield engine.refused(module, f"alpha/r {change.scale:g}", rule)
+            yield engine.refused(
+                module,
+                f"alpha/r {change.scale:g}",
+                f"one alpha/r for all modules, which is {first:g} in the first",
+            )
 
 
 def completed(

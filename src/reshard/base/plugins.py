@@ -88,13 +88,12 @@ class Registry(UserDict[str, T]):
             return None
         if isinstance(brought, self._kind):
             return brought
-        rule = f"an entry point of {self._group} names a {self._kind.__name__}"
         leave_out(
             "plugin-of-another-kind",
             what,
             f"{entry.value} is a {type(brought).__name__}",
             "report it to its authors, or uninstall it",
-            rule,
+            f"an entry point of {self._group} names a {self._kind.__name__}",
         )
         return None
 

@@ -126,8 +126,12 @@ def _is_finite(value: Any) -> bool:
 
 def duration(least: float) -> Kind:
     """Seconds, which are typed with other units as well."""
-    expected = f"a duration of at least {words_of_seconds(least)}, such as 90s, 15m or 2h; in Python, seconds"
-    return Kind("float", expected, number(least).accepts, seconds_of)
+    return Kind(
+        "float",
+        f"a duration of at least {words_of_seconds(least)}, such as 90s, 15m or 2h; in Python, seconds",
+        number(least).accepts,
+        seconds_of,
+    )
 
 
 def age() -> Kind:

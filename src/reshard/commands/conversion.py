@@ -122,8 +122,9 @@ def convert(
     if is_there:
         if not how.dry_run:
             check_unchanged(target, share.threads)
-        note = f"{target} is already complete, and is what this command writes: only the upload remains"
-        how.on_resume(note, 0)
+        how.on_resume(
+            f"{target} is already complete, and is what this command writes: only the upload remains", 0
+        )
     else:
         result = replace(result, warnings=destination.check(plan, share.threads))
     if how.dry_run:
@@ -177,8 +178,10 @@ def _write_files(
     """Write the files of a plan and their record to a stage, and check what they show."""
 
     def on_lost(nbytes: int) -> None:
-        note = f"{size(nbytes)} of them changed on the disk since they were written, and are written again"
-        stage.on_resume(note, journal.progress.nbytes)
+        stage.on_resume(
+            f"{size(nbytes)} of them changed on the disk since they were written, and are written again",
+            journal.progress.nbytes,
+        )
 
     # The ledger of the run adds to what an open journal records.
     with plan.sources.unchanged(journal.progress.passed if how.checksum else None):

@@ -168,8 +168,10 @@ def _other_facts(plan: Plan, record: Mapping[str, Any], *, is_same: bool) -> Ite
     facts = json_of(to_json(plan.facts))
     for name in sorted(facts.keys() - {FILES_KEY}) if is_same else ("dropped", "filled"):
         if record.get(name) != facts.get(name):
-            difference = f"it says {json.dumps(record.get(name))}, and the plan {json.dumps(facts.get(name))}"
-            yield UsageFault(f"{RECORD}: {name}", difference)
+            yield UsageFault(
+                f"{RECORD}: {name}",
+                f"it says {json.dumps(record.get(name))}, and the plan {json.dumps(facts.get(name))}",
+            )
 
 
 def _swapped_problem(source: Path, output: Path) -> Problem:

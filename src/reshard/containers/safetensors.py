@@ -40,8 +40,12 @@ def read_header(path: Path, sources: Sources) -> tuple[dict[str, Any], dict[str,
             raise _broken(path, "weights", "a Git LFS pointer", "fetch the content with `git lfs pull`")
         if not 2 <= length <= min(HEADER_LIMIT, size - 8):
             if first[:1] == b"<" and first.isascii():  # any length whose last byte is 60 begins like this
-                remedy = "the server answered with a page, often because a login is required: download the file again"
-                raise _broken(path, "weights", "a web page", remedy)
+                raise _broken(
+                    path,
+                    "weights",
+                    "a web page",
+                    "the server answered with a page, often because a login is required: download the file again",
+                )
             raise _broken(
                 path, "a header that fits in the file", f"{length} bytes of header in {size} bytes of file"
             )
@@ -82,8 +86,9 @@ def read_file(path: Path, sources: Sources) -> tuple[dict[str, Tensor], dict[str
         spans.append((first, last, name))
         nbytes = prod(shape) * dtype.itemsize
         if last - first != nbytes:
-            expected = f"{nbytes} bytes for {dtype} {list(shape)}"
-            problems.append(_entry(path, name, expected, f"{last - first} bytes"))
+            problems.append(
+                _entry(path, name, f"{nbytes} bytes for {dtype} {list(shape)}", f"{last - first} bytes")
+            )
             continue
         storage = Storage(file, begin + first, nbytes)
         tensors[name] = Tensor(dtype, View.of(Cells(storage, dtype), *shape))

@@ -113,10 +113,9 @@ def _translate(name: str, value: Any, values: Mapping[Any, Any] | None) -> Any:
     if values is None:
         return value
     if value not in values:
-        message = f"{name} has a value that the other side cannot express"
         raise ReshardError(
             "config-value-not-expressible",
-            message,
+            f"{name} has a value that the other side cannot express",
             rule=RULE,
             expected=", ".join(map(repr, values)),
             found=repr(value),
@@ -403,10 +402,9 @@ class DenseFirst(ConfigEntry):
         layers = args.get("num_layers", 0)
         sparse = sparse_layers(first(args, ("moe_layer_freq",), 1), layers)
         if sparse != tuple(range(layers - len(sparse), layers)):
-            message = "config.json of this family can only say that the leading layers are dense"
             raise ReshardError(
                 "dense-layers-not-leading",
-                message,
+                "config.json of this family can only say that the leading layers are dense",
                 rule=RULE,
                 found=f"moe_layer_freq={args.get('moe_layer_freq')}",
             )
@@ -451,9 +449,12 @@ class SharedExperts(ConfigEntry):
         if not width or not size:
             return {self.key: 0}
         if width % size:
-            message = "the shared experts are not a whole number of experts"
-            widths = f"moe_shared_expert_intermediate_size={width}, experts of width {size}"
-            raise ReshardError("shared-experts-not-whole", message, rule=RULE, found=widths)
+            raise ReshardError(
+                "shared-experts-not-whole",
+                "the shared experts are not a whole number of experts",
+                rule=RULE,
+                found=f"moe_shared_expert_intermediate_size={width}, experts of width {size}",
+            )
         return {self.key: width // size}
 
 

@@ -126,8 +126,7 @@ def copy_problem(file: str, found: str, tensor: str | None = None) -> Problem:
 
 def ranks_differ(tensor: str, first: Tensor, second: Tensor) -> Replica:
     """The comparison of what two ranks' files contain, beginning with their shards of `tensor`."""
-    code = "rank-file-copied"
-    return Replica(tensor, first, second, _DIFFERING, _COPY_AGAIN, code, _COPIED, equal=False)
+    return Replica(tensor, first, second, _DIFFERING, _COPY_AGAIN, "rank-file-copied", _COPIED, equal=False)
 
 
 def of_other_runs(

@@ -151,8 +151,11 @@ GGML = ForeignKind(
 
 def _packed(program: str) -> ForeignKind:
     """The kind of what was made of a model for one program alone, which also names what reads it."""
-    remedy = "convert the model that it was made from: weights are packed for this program, and nothing unpacks them"
-    return ForeignKind("foreign-packed", f"only {program} reads this file", remedy)
+    return ForeignKind(
+        "foreign-packed",
+        f"only {program} reads this file",
+        "convert the model that it was made from: weights are packed for this program, and nothing unpacks them",
+    )
 
 
 NUMPY_ARRAYS = ForeignKind(

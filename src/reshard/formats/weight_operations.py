@@ -395,8 +395,10 @@ def _unpad(tensors: Tensors, operation: Operation, context: OperationContext) ->
     rows = context.size("vocab_size" if operation.get("inverse") else "unpadded_vocab_size")
     more = rows - tensor.shape[0]
     if more < 0:
-        why = f"{tensor.name} {list(tensor.shape)} has more rows than the {rows} of the model in memory"
-        raise UnfitError(why, remedy=_BY_TRANSFORMERS)
+        raise UnfitError(
+            f"{tensor.name} {list(tensor.shape)} has more rows than the {rows} of the model in memory",
+            remedy=_BY_TRANSFORMERS,
+        )
     if not more:
         return {context.after[0]: [tensor]}
     rest = tensor.shape[1:]
@@ -426,8 +428,9 @@ def _merge_queries(tensors: Tensors, operation: Operation, context: OperationCon
 def _plain_experts(tensors: Tensors, operation: Operation, context: OperationContext) -> Tensors:
     """Experts that may be quantized on the Hub: those that are not, as they are."""
     if len(tensors) > 1:
-        why = "the experts are quantized in a format that reshard cannot read"
-        raise UnfitError(why, remedy=_BY_TRANSFORMERS)
+        raise UnfitError(
+            "the experts are quantized in a format that reshard cannot read", remedy=_BY_TRANSFORMERS
+        )
     return {context.after[0]: [_only_tensor(tensors)]}
 
 

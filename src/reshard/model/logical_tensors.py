@@ -160,8 +160,11 @@ def _zeros(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
         if not isinstance(reason, DroppedElements) or reason.reason == NEVER_READ:
             continue
         if all(source == reason for source in bound.sources):
-            rule = f"{reason.reason}: they can be left out if they are zeros"
-            result.append(_must_be_zeros(name, checkpoint.tensors[name], rule))
+            result.append(
+                _must_be_zeros(
+                    name, checkpoint.tensors[name], f"{reason.reason}: they can be left out if they are zeros"
+                )
+            )
     return result
 
 
@@ -187,8 +190,14 @@ def _spare_replicas(checkpoint: Checkpoint, declared: Collection[str]) -> list[R
 
 def _must_be_zeros(name: str, tensor: Tensor, rule: str) -> Replica:
     zeros = View.of(Cells(ZERO, tensor.dtype), tensor.view.numel).reshape(*tensor.shape)
-    remedy = "the model was trained with them, and no model of its family on the Hub has them"
-    return Replica(name, Tensor(tensor.dtype, zeros), tensor, rule, remedy, "spare-tensor-not-zero")
+    return Replica(
+        name,
+        Tensor(tensor.dtype, zeros),
+        tensor,
+        rule,
+        "the model was trained with them, and no model of its family on the Hub has them",
+        "spare-tensor-not-zero",
+    )
 
 
 def _tied_replicas(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Replica]:
@@ -209,9 +218,14 @@ def _tied_replicas(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Re
 
 
 def _tied_copy(name: str, first: Tensor, again: str, second: Tensor) -> Replica:
-    rule = f"tie_word_embeddings is true in config.json, so {again} must be equal to {name}"
-    remedy = "if the head has values of its own, set tie_word_embeddings to false in config.json"
-    return Replica(again, first, second, rule, remedy, "tied-head-differs")
+    return Replica(
+        again,
+        first,
+        second,
+        f"tie_word_embeddings is true in config.json, so {again} must be equal to {name}",
+        "if the head has values of its own, set tie_word_embeddings to false in config.json",
+        "tied-head-differs",
+    )
 
 
 def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:

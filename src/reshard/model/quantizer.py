@@ -281,14 +281,11 @@ def _settings(how: str, blocks: tuple[int, int], others: Iterable[Planned]) -> d
 
 def _not_of_this_model(how: str, config: Mapping[str, Any]) -> ReshardError:
     usual = "mxfp4" if config.get("model_type") == "gpt_oss" else "fp8"
-    rule = (
-        "transformers loads gpt-oss in MXFP4 (experts only), and other models in FP8 or NVFP4; "
-        "DeepSeek-V4 only in FP8 with experts in MXFP4"
-    )
     return ReshardError(
         "quantization-method-differs",
         "this model is not stored in this format",
-        rule=rule,
+        rule="transformers loads gpt-oss in MXFP4 (experts only), and other models in FP8 or NVFP4; "
+        "DeepSeek-V4 only in FP8 with experts in MXFP4",
         found=f"--quantize {how}, model_type {config.get('model_type')}",
         remedy=f"pass --quantize {usual}",
     )

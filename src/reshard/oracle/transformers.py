@@ -106,9 +106,12 @@ def _load_model(path: str | Path, **how: Any) -> tuple[Any, set[str]]:
                 **how,
             )
     except RuntimeError as error:  # transformers 5 cannot merge experts if a part is missing
-        message = "transformers cannot put the weights together"
         raise ReshardError(
-            "logits-weights-not-merged", message, file=str(path), rule=LOADING_RULE, found=str(error)
+            "logits-weights-not-merged",
+            "transformers cannot put the weights together",
+            file=str(path),
+            rule=LOADING_RULE,
+            found=str(error),
         ) from error
     _refuse_constant_limit(path, settings, model)
     absent = _biases_that_only_llama_has(settings, info["missing_keys"])

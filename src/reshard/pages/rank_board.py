@@ -76,8 +76,12 @@ def _of_ranks(layout: Layout, model: Model) -> Board:
         drawn += len(cells)
         if cells:
             rows.append((f"stage {stage}", tuple(cells)))
-    note = f"{layout}: {layout.world_size} ranks, without data-parallel copies."
-    return Board("Ranks", note, tuple(rows), layout.world_size - drawn)
+    return Board(
+        "Ranks",
+        f"{layout}: {layout.world_size} ranks, without data-parallel copies.",
+        tuple(rows),
+        layout.world_size - drawn,
+    )
 
 
 def _of_rank(layout: Layout, model: Model, tp: int, ep: int) -> list[str]:
@@ -127,8 +131,12 @@ def _of_files(checkpoint: Checkpoint) -> Board:
                 file.experts.update([int(expert[1])] if expert else [])
     largest = max((each.nbytes for each in files.values()), default=1) or 1
     drawn = tuple(_cell(path, files[path], largest) for path in sorted(files)[:MAX_CELLS])
-    note = "The format records no ranks for its tensors; these are its files, and which tensors have bytes in each."
-    return Board("Files", note, (("", drawn),) if drawn else (), len(files) - len(drawn))
+    return Board(
+        "Files",
+        "The format records no ranks for its tensors; these are its files, and which tensors have bytes in each.",
+        (("", drawn),) if drawn else (),
+        len(files) - len(drawn),
+    )
 
 
 def _cell(path: str, file: _File, largest: int) -> Cell:

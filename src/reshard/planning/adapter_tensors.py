@@ -148,8 +148,11 @@ def _as_linears(changes: Mapping[str, LinearChange], rank: int, types: OutputTyp
             ("in", (rank, linear.bound.shape[1]), linear.linear_in),
             ("out", (linear.bound.shape[0], rank), linear.linear_out),
         ):
-            full = f"{name}.adapter.linear_{side}.weight"
-            tensors.append(Planned(full, min(wanted, key=str), shape, partial(view, rank)))
+            tensors.append(
+                Planned(
+                    f"{name}.adapter.linear_{side}.weight", min(wanted, key=str), shape, partial(view, rank)
+                )
+            )
     if problems:
         raise ReshardError(problems)
     return tensors

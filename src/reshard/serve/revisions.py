@@ -94,8 +94,7 @@ class Revisions:
         step = repository.at(of_step)
         revision = self._current(step) or self._planned(repository, step)
         if of_step != name != revision.commit:
-            changed = f"{of_step} of {repository.id} has changed since {name}"
-            raise NotServedError("RevisionNotFound", changed)
+            raise NotServedError("RevisionNotFound", f"{of_step} of {repository.id} has changed since {name}")
         return revision
 
     def _current(self, step: Step) -> Revision | None:

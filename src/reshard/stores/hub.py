@@ -78,8 +78,10 @@ class HubStore(RemoteStore):
             except RevisionNotFoundError as error:
                 raise self._unknown(f"revision {self.revision}", "check the revision") from error
             except RepositoryNotFoundError as error:
-                remedy = "check the name or path; if the model is private, run `hf auth login`"
-                raise self._unknown(f"model {self.name}", remedy) from error
+                raise self._unknown(
+                    f"model {self.name}",
+                    "check the name or path; if the model is private, run `hf auth login`",
+                ) from error
             return str(info.sha)
 
     def _unknown(self, what: str, remedy: str) -> ReshardError:

@@ -57,14 +57,13 @@ def target_problems(
             )
         ]
     if real.is_mount():
-        remedy = f"choose a folder in it: {target / sources[0].name}"
         return [
             Problem(
                 "destination-is-a-mount-point",
                 "the destination is a mount point",
                 file=str(target),
                 rule=DESTINATION_RULE,
-                remedy=remedy,
+                remedy=f"choose a folder in it: {target / sources[0].name}",
             )
         ]
     return _unwritable(_above(real))
@@ -203,14 +202,13 @@ def _unwritable(folder: Path) -> list[Problem]:
             )
         ]
     if not os.access(folder, os.W_OK | os.X_OK):
-        remedy = "choose a destination in one of your own folders, or ask for write permission"
         return [
             Problem(
                 "destination-not-writable",
                 "nothing can be written here",
                 file=str(folder),
                 rule=DESTINATION_RULE,
-                remedy=remedy,
+                remedy="choose a destination in one of your own folders, or ask for write permission",
             )
         ]
     return []

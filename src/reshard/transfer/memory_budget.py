@@ -159,8 +159,12 @@ class MemoryMeter:
         enough = max(planning, used + _least(need) + LEAST_LEDGER) + self._aside
         if enough <= self._memory:
             return self._memory - used - self._aside
-        needs = f"the plan takes {_mebibytes(planning)}, one thread {_mebibytes(_least(need) + LEAST_LEDGER)}"
-        raise self._too_little(enough, planning, needs, tensor=need.tensor)
+        raise self._too_little(
+            enough,
+            planning,
+            f"the plan takes {_mebibytes(planning)}, one thread {_mebibytes(_least(need) + LEAST_LEDGER)}",
+            tensor=need.tensor,
+        )
 
     def fits(self, nbytes: int) -> bool:
         """Whether `nbytes` more bytes fit in what is left. Few always do, without measuring."""
@@ -178,8 +182,7 @@ class MemoryMeter:
         """Raise ReshardError if reading a file, and what is made from it, takes more than is left."""
         if not self.fits(nbytes):
             enough = self._enough(nbytes)
-            needs = f"reading this takes {_mebibytes(nbytes)}"
-            raise self._too_little(enough, enough, needs, file=path)
+            raise self._too_little(enough, enough, f"reading this takes {_mebibytes(nbytes)}", file=path)
 
     def _too_little(self, enough: int, measured: int, needs: str, **where: str | None) -> ReshardError:
         """The error that names what is enough. Only what was `measured` of it may differ in the next run."""

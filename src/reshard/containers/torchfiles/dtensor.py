@@ -359,8 +359,15 @@ def _sharded_tensor(value: Opaque) -> RankPart:
             boxes.append(PlacedBlock(offsets, Tensor.stored(tensor).view))
     state = _attributes(group)
     rank, world = sizes((state["global_rank"], state["global_world_size"]))
-    spread = f"{len(whole['shards_metadata'])} shards"
-    return RankPart("ShardedTensor", dtype, shape, spread, tuple(boxes), rank, _ranks(world))
+    return RankPart(
+        "ShardedTensor",
+        dtype,
+        shape,
+        f"{len(whole['shards_metadata'])} shards",
+        tuple(boxes),
+        rank,
+        _ranks(world),
+    )
 
 
 @lru_cache

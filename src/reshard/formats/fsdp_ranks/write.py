@@ -178,8 +178,12 @@ class _RankFileWriter:
     def _file(self, prefix: str, content: Any, known: Mapping[Hashable, bytes] | None = None) -> OutputFile:
         image = filled(layout_torch_file(content), {MESH_RANKS: self.writer.ranks, **(known or {})})
         blocks = list(blocks_of((slot.key, slot) for slot in image.slots if slot.nbytes))
-        path = f"{prefix}{self.writer.world}_rank_{self.writer.rank}.pt"
-        return OutputFile(path, image.size, blocks, lambda: iter(image.literals))
+        return OutputFile(
+            f"{prefix}{self.writer.world}_rank_{self.writer.rank}.pt",
+            image.size,
+            blocks,
+            lambda: iter(image.literals),
+        )
 
     def _model(self) -> OrderedDict[str, Any]:
         places = {name: number for number, name in enumerate(self.saved.names)}

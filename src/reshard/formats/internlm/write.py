@@ -38,9 +38,12 @@ def fit(request: Request) -> Request:
             )
         )
     if dims.head_dim * dims.heads != dims.hidden:
-        size = f"{dims.heads} heads of {dims.head_dim} in a width of {dims.hidden}"
         problems.append(
-            _unknown("internlm-head-size-unsupported", "InternEvo does not support heads of this size", size)
+            _unknown(
+                "internlm-head-size-unsupported",
+                "InternEvo does not support heads of this size",
+                f"{dims.heads} heads of {dims.head_dim} in a width of {dims.hidden}",
+            )
         )
     raise_all(problems)
     return request

@@ -423,8 +423,12 @@ def _rounded(shard: Shard, masters: Tensor) -> Replica:
     """The comparison of a shard with its masters, which Megatron rounds into it after each step."""
     if not castable(masters.dtype):
         raise _unreadable(_MisfitError(shard.tensor.name, "masters that are floats", str(masters.dtype)))
-    remedy = f"the optimizer states are of another step, or in an unknown order: {_REMEDY}"
-    return rounding(shard.tensor.name, Tensor(shard.dtype, shard.source()), masters, remedy)
+    return rounding(
+        shard.tensor.name,
+        Tensor(shard.dtype, shard.source()),
+        masters,
+        f"the optimizer states are of another step, or in an unknown order: {_REMEDY}",
+    )
 
 
 def _told_apart(first: Sequence[Shard], second: Sequence[Shard]) -> Replica:

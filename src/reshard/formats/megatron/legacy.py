@@ -104,13 +104,12 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 
 def _read(folder: Path, sources: Sources, rank: str) -> dict[str, Any]:
-    remedy = "copy the file again from the node that saved it"
     return read_dict(
         folder / rank / STATE_FILE,
         sources,
         "not-megatron",
         "not a Megatron checkpoint",
-        remedy,
+        "copy the file again from the node that saved it",
         "a dict with `model`",
     )
 
@@ -325,8 +324,14 @@ class LegacyWriting(MegatronWriting):
         for (tp, ep), first in sorted(stage_ranks(layout).items()):
             for rank in (MegatronRank(tp, pp, ep) for pp in range(layout.pp)):
                 file = _LegacyFile(partial(content, rank, first), outlines)
-                path = f"{iterations.name_of(iteration)}/{folder_name(rank, layout)}/{STATE_FILE}"
-                files.append(OutputFile(path, file.outline.size, file, file.literals))
+                files.append(
+                    OutputFile(
+                        f"{iterations.name_of(iteration)}/{folder_name(rank, layout)}/{STATE_FILE}",
+                        file.outline.size,
+                        file,
+                        file.literals,
+                    )
+                )
         return [*files, OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode())]
 
 

@@ -271,5 +271,4 @@ class MegatronWriting(Writing):
             "checkpoint": {"save_optim": False, "save_rng": False, "fully_parallel_save": False},
             "peft": {"_target_": LORA, **settings},
         }
-        path = f"{iterations.name_of(self.iteration)}/{RUN_CONFIG}"
-        return OutputFile.of_bytes(path, to_yaml(content))
+        return OutputFile.of_bytes(f"{iterations.name_of(self.iteration)}/{RUN_CONFIG}", to_yaml(content))

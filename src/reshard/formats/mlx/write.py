@@ -44,8 +44,11 @@ def fit(request: Request) -> Request:
 def _naming(request: Request) -> mlx.MlxNaming:
     naming = mlx.naming(request.config)
     if naming is None:
-        remedy = "pass --to huggingface, of which mlx_lm.convert makes an MLX folder if mlx-lm has the model"
-        raise unknown_model(request.config, None, remedy)
+        raise unknown_model(
+            request.config,
+            None,
+            "pass --to huggingface, of which mlx_lm.convert makes an MLX folder if mlx-lm has the model",
+        )
     return naming
 
 

@@ -252,5 +252,9 @@ class _SharedSizes:
         tensors[name] = Tensor(dtype, view[: self._vocabulary])
         if padding := view.shape[0] - self._vocabulary:
             zeros = View.of(Cells(ZERO, dtype), padding * view.shape[1]).reshape(padding, view.shape[1])
-            rule = "vLLM pads a vocabulary with zeros"
-            yield Replica(name, Tensor(dtype, zeros), Tensor(dtype, view[self._vocabulary :]), rule)
+            yield Replica(
+                name,
+                Tensor(dtype, zeros),
+                Tensor(dtype, view[self._vocabulary :]),
+                "vLLM pads a vocabulary with zeros",
+            )

@@ -63,8 +63,9 @@ def refuse_unloadable(folder: Path) -> None:
     try:
         dist_checkpointing.load_common_state_dict(str(folder))
     except Exception as error:  # 0.16 raises an AttributeError
-        common = f"none, which megatron-core {__version__} does not read"
-        raise _unloadable(folder, "a folder with common.pt", common) from error
+        raise _unloadable(
+            folder, "a folder with common.pt", f"none, which megatron-core {__version__} does not read"
+        ) from error
 
 
 def _unloadable(folder: Path, expected: str, found: str) -> ReshardError:

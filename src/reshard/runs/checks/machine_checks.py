@@ -56,8 +56,10 @@ def old_gpus(env: Environment) -> Iterator[Finding]:
 def accelerate_before_1_15(env: Environment) -> Iterator[Finding]:
     """FSDP2 with LoRA lost shards, and clipping failed on mixed gradients."""
     if env.has("accelerate", "<1.15") and "peft" in env.versions:
-        shows = f"accelerate {env.versions['accelerate']}, peft {env.versions['peft']}"
-        yield _finding("env-accelerate-fsdp2-lora", shows)
+        yield _finding(
+            "env-accelerate-fsdp2-lora",
+            f"accelerate {env.versions['accelerate']}, peft {env.versions['peft']}",
+        )
 
 
 UNDECLARED_CONFLICTS = (("trl", "<0.20", Requirement("transformers<5")),)

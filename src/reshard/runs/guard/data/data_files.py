@@ -119,8 +119,13 @@ class _Faulty:
         problems = [replace(alike, file=listed(places, 3)) for alike, places in self.places.items()]
         named = len({place for places in self.places.values() for place in places})
         if self.count > named:
-            message = f"{self.count - named} more records are wrong"
-            problems.append(Problem("records-wrong", message, found=f"{self.count} wrong records in all"))
+            problems.append(
+                Problem(
+                    "records-wrong",
+                    f"{self.count - named} more records are wrong",
+                    found=f"{self.count} wrong records in all",
+                )
+            )
         if problems:
             raise ReshardError(problems)
 
