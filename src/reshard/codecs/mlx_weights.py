@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.algebra.dtypes import DType, dtype
-from reshard.algebra.tensors import MIN_READ_ELEMENTS, Computed, InputReader, Tensor
+from reshard.algebra.tensors import Computed, InputReader, Tensor
 from reshard.algebra.views import View
+from reshard.codecs.encoded_groups import EncodedGroups
 from reshard.codecs.mlx_modes import (
     SMALL_FLOAT_MODES,
     Array,
@@ -17,7 +18,6 @@ from reshard.codecs.mlx_modes import (
     quantized,
     unpacked,
 )
-from reshard.codecs.not_finite import not_finite
 from reshard.transfer.elements import RAW_DTYPES, Overflows, as_float, cast
 
 BFLOAT16, FLOAT32, UINT32 = dtype("bfloat16"), dtype("float32"), dtype("uint32")
@@ -84,20 +84,14 @@ class MlxWeight(Computed):
         return sums
 
 
-class _AffinePart(Computed):
-    """The common base of the parts of an affine weight. `name` is that of the weight, for messages."""
+class _AffinePart(EncodedGroups):
+    """The common base of the parts of an affine weight."""
+
+    method, step = "affine weights", STEP_ELEMENTS
 
     def __init__(self, name: str, weight: Tensor, settings: ModeSettings) -> None:
-        self.inputs = (weight,)
-        self._name, self._settings = name, settings
-        self.dtype = weight.dtype
-
-    per_group = 1
-    """Items for each group."""
-
-    @property
-    def few(self) -> int:
-        return max(1, MIN_READ_ELEMENTS // self._settings.group) * self.per_group
+        super().__init__(name, weight, settings.group)
+        self._settings, self.dtype = settings, weight.dtype
 
     def memory_for(self, count: int) -> int:
         groups = count // self.per_group + 2
@@ -105,24 +99,6 @@ class _AffinePart(Computed):
         return (
             elements * self.inputs[0].dtype.itemsize + 4 * count + min(elements, STEP_ELEMENTS) * BYTES_EACH
         )
-
-    def values(self, begin: int, end: int, read: InputReader) -> Array:
-        group, each = self._settings.group, self.per_group
-        first, last = begin // each, -(-end // each)
-        weight = self.inputs[0]
-        raw = read(weight, first * group, last * group).reshape(-1, group)
-        out = np.empty((last - first, each), RAW_DTYPES[self.dtype.itemsize])
-        step = max(1, STEP_ELEMENTS // group)
-        for low in range(0, last - first, step):
-            floats = as_float(raw[low : low + step], weight.dtype).astype(np.float32, copy=False)
-            if not np.isfinite(floats).all():
-                raise not_finite(self._name, self.inputs[0], "affine weights")
-            out[low : low + step] = self._part(floats, read)
-        return out.reshape(-1)[begin - first * each : end - first * each]
-
-    def _part(self, floats: Array, read: InputReader) -> Array:
-        """The items of some groups."""
-        raise NotImplementedError
 
 
 class AffineItems(_AffinePart):
@@ -132,7 +108,7 @@ class AffineItems(_AffinePart):
         super().__init__(name, weight, settings)
         self.dtype, self.per_group = UINT32, settings.items
 
-    def _part(self, floats: Array, read: InputReader) -> Array:
+    def _items(self, floats: Array, read: InputReader) -> Array:
         bits = self._settings.bits
         return packed(quantized(floats, bits).codes, bits)
 
@@ -140,14 +116,14 @@ class AffineItems(_AffinePart):
 class AffineScales(_AffinePart):
     """The scales."""
 
-    def _part(self, floats: Array, read: InputReader) -> Array:
+    def _items(self, floats: Array, read: InputReader) -> Array:
         return _stored_values(quantized(floats, self._settings.bits).scales, self.dtype, read)
 
 
 class AffineBiases(_AffinePart):
     """The biases."""
 
-    def _part(self, floats: Array, read: InputReader) -> Array:
+    def _items(self, floats: Array, read: InputReader) -> Array:
         return _stored_values(quantized(floats, self._settings.bits).biases, self.dtype, read)
 
 

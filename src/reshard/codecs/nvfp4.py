@@ -7,7 +7,8 @@ latter, as in `FUSED_LAYER_NAMES` of llm-compressor: vLLM uses one for all of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -80,7 +81,12 @@ class GlobalScale(Computed):
 
 
 class _Nvfp4Part(Computed):
-    """The common base of values and scales. `inputs` are the weight [..., rows, columns] and its scale."""
+    """The common base of values and scales, of which each belongs to `elements` elements.
+
+    `inputs` are the weight [..., rows, columns] and its scale.
+    """
+
+    elements: int
 
     def __init__(self, weight: Tensor, outer: Tensor) -> None:
         self.inputs = (weight, outer)
@@ -96,17 +102,25 @@ class _Nvfp4Part(Computed):
         codes = codes_of(np.ascontiguousarray(scales), _TO_FP8)
         return np.where(codes == 0, np.uint8(_SCALE_OF_ZEROS), codes)
 
-    def _rows(self, first: int, last: int, read: InputReader) -> Iterator[tuple[int, Floats]]:
-        """Some rows at a time, and how many came before."""
+    def values(self, begin: int, end: int, read: InputReader) -> Floats:
         columns, weight = self._blocks.columns, self.inputs[0]
+        items, outer = columns // self.elements, read(self.inputs[1], 0, 1).view(np.float32)
+        first, last = begin // items, -(-end // items)
+        out = np.empty((last - first, items), np.uint8)
         step = max(1, STEP_ELEMENTS // columns)
         for low in range(first, last, step):
             high = min(low + step, last)
             raw = read(weight, low * columns, high * columns).reshape(high - low, columns)
-            yield low - first, raw
+            out[low - first : high - first] = self._items(raw, outer)
+        return out.reshape(-1)[begin - first * items : end - first * items]
 
-    def _memory_for_rows(self, rows: int) -> int:
+    @abstractmethod
+    def _items(self, raw: Floats, outer: Floats) -> Floats:
+        """What is stored of some rows."""
+
+    def memory_for(self, count: int) -> int:
         columns = self._blocks.columns
+        rows = count * self.elements // columns + 2
         return rows * columns + max(STEP_ELEMENTS, columns) * 64 + 4096
 
     @property
@@ -117,38 +131,19 @@ class _Nvfp4Part(Computed):
 class Nvfp4Scales(_Nvfp4Part):
     """The scales of the blocks of a weight, in FP8."""
 
-    dtype = FP8
+    dtype, elements = FP8, BLOCK_ELEMENTS
 
-    def memory_for(self, count: int) -> int:
-        return self._memory_for_rows(count // self._blocks.across + 2)
-
-    def values(self, begin: int, end: int, read: InputReader) -> Floats:
-        across, outer = self._blocks.across, read(self.inputs[1], 0, 1).view(np.float32)
-        first, last = begin // across, -(-end // across)
-        out = np.empty((last - first, across), np.uint8)
-        for at, raw in self._rows(first, last, read):
-            out[at : at + len(raw)] = self._codes(raw, outer)
-        return out.reshape(-1)[begin - first * across : end - first * across]
+    def _items(self, raw: Floats, outer: Floats) -> Floats:
+        return self._codes(raw, outer)
 
 
 class Nvfp4Values(_Nvfp4Part):
     """The values of a weight, two in a byte: each element over the scale of its block, to the nearest, ties to even."""
 
-    dtype = UINT8
+    dtype, elements = UINT8, 2
 
-    def memory_for(self, count: int) -> int:
-        return self._memory_for_rows(2 * count // self._blocks.columns + 2)
-
-    def values(self, begin: int, end: int, read: InputReader) -> Floats:
-        items, outer = self._blocks.columns // 2, read(self.inputs[1], 0, 1).view(np.float32)
-        first, last = begin // items, -(-end // items)
-        out = np.empty((last - first, items), np.uint8)
-        for at, raw in self._rows(first, last, read):
-            scales = _FP8[self._codes(raw, outer)] / outer
-            out[at : at + len(raw)] = self._packed(raw, scales)
-        return out.reshape(-1)[begin - first * items : end - first * items]
-
-    def _packed(self, raw: Floats, scales: Floats) -> Floats:
+    def _items(self, raw: Floats, outer: Floats) -> Floats:
+        scales = _FP8[self._codes(raw, outer)] / outer
         floats = as_float(raw, self.inputs[0].dtype).astype(np.float32)
         with np.errstate(over="ignore"):
             floats = (floats.reshape(len(raw), -1, BLOCK_ELEMENTS) / scales[:, :, None]).reshape(raw.shape)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from reshard.algebra.dtypes import dtype
-from reshard.algebra.tensors import MIN_READ_ELEMENTS, Computed, InputReader, Tensor
+from reshard.algebra.tensors import Computed, InputReader, Tensor
 from reshard.algebra.views import View
 from reshard.codecs.block_grid import STEP_ELEMENTS, Floats, raw_floats, rounded_to
-from reshard.codecs.not_finite import not_finite
-from reshard.transfer.elements import RAW_DTYPES, as_float
+from reshard.codecs.encoded_groups import EncodedGroups
+from reshard.transfer.elements import as_float
 
 FLOAT32, INT32, INT64 = dtype("float32"), dtype("int32"), dtype("int64")
 GROUP = 32
@@ -26,35 +26,14 @@ _OF_ZEROS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
 """The scale of a group of zeros: the step from 1 to the next number."""
 
 
-class _Int4Part(Computed):
-    """The common base of values and scales of a weight [..., rows, columns]; `per_group` items belong to each group."""
+class _Int4Part(EncodedGroups):
+    """The common base of values and scales."""
 
-    per_group = 1
-
-    def __init__(self, name: str, weight: Tensor) -> None:
-        self.inputs = (weight,)
-        self._name = name
-
-    @property
-    def few(self) -> int:
-        return MIN_READ_ELEMENTS // GROUP * self.per_group
+    method, step = "int4", STEP_ELEMENTS
 
     def memory_for(self, count: int) -> int:
         groups = count // self.per_group + 2
         return groups * (GROUP * self.inputs[0].dtype.itemsize + 4 * self.per_group) + STEP_ELEMENTS * 96
-
-    def values(self, begin: int, end: int, read: InputReader) -> Floats:
-        each, weight = self.per_group, self.inputs[0]
-        first, last = begin // each, -(-end // each)
-        raw = read(weight, first * GROUP, last * GROUP).reshape(-1, GROUP)
-        out = np.empty((last - first, each), RAW_DTYPES[self.dtype.itemsize])
-        step = STEP_ELEMENTS // GROUP
-        for low in range(0, last - first, step):
-            floats = as_float(raw[low : low + step], weight.dtype).astype(np.float32)
-            if not np.isfinite(floats).all():
-                raise not_finite(self._name, weight, "int4")
-            out[low : low + step] = self._part(floats, self._scales(floats))
-        return out.reshape(-1)[begin - first * each : end - first * each]
 
     def _scales(self, floats: Floats) -> Floats:
         """The scale of each group [groups, 1]."""
@@ -79,20 +58,16 @@ class _Int4Part(Computed):
         numbers: Floats = np.clip(np.rint(rounded_to(floats / scales, self.inputs[0].dtype)), -8, 7)
         return numbers
 
-    def _part(self, floats: Floats, scales: Floats) -> Floats:
-        """The items of some groups."""
-        raise NotImplementedError
-
 
 class Int4Scales(_Int4Part):
     """The scales of a weight, in its dtype."""
 
     def __init__(self, name: str, weight: Tensor) -> None:
-        super().__init__(name, weight)
+        super().__init__(name, weight, GROUP)
         self.dtype = weight.dtype
 
-    def _part(self, floats: Floats, scales: Floats) -> Floats:
-        return raw_floats(scales, self.dtype)
+    def _items(self, floats: Floats, read: InputReader) -> Floats:
+        return raw_floats(self._scales(floats), self.dtype)
 
 
 class Int4Values(_Int4Part):
@@ -100,8 +75,10 @@ class Int4Values(_Int4Part):
 
     dtype, per_group = INT32, GROUP // EACH
 
-    def _part(self, floats: Floats, scales: Floats) -> Floats:
-        codes = (self._numbers(floats, scales) + 8).astype(np.uint32).reshape(len(floats), -1, EACH)
+    def _items(self, floats: Floats, read: InputReader) -> Floats:
+        codes = (
+            (self._numbers(floats, self._scales(floats)) + 8).astype(np.uint32).reshape(len(floats), -1, EACH)
+        )
         items: Floats = np.bitwise_or.reduce(codes << np.arange(0, 32, 4, dtype=np.uint32), 2)
         return items
 
@@ -125,7 +102,7 @@ def packed_ints(name: str, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The values, the scales and the shape that are stored of a weight."""
     weight = weight if weight.dtype.itemsize <= 4 else Tensor(FLOAT32, weight.view)
     *outer, columns = weight.shape
-    values, scales, shape = Int4Values(name, weight), Int4Scales(name, weight), WeightShape(weight)
+    values, scales, shape = Int4Values(name, weight, GROUP), Int4Scales(name, weight), WeightShape(weight)
     return (
         Tensor(INT32, View.of(values, *outer, columns // EACH)),
         Tensor(weight.dtype, View.of(scales, *outer, columns // GROUP)),
