@@ -11,7 +11,7 @@ from typing import NamedTuple
 from reshard.adapters.adapter_settings import AdapterSettings, find_settings, rank_problems, type_problems
 from reshard.adapters.peft_names import MAGNITUDE, PairPart, WholeWeight, parse
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.merged_problems import one_for_all
 from reshard.formats.checkpoint import Checkpoint
 
@@ -90,8 +90,7 @@ def read_adapter(checkpoint: Checkpoint, name: str | None = None, alpha: float |
     listing all; and for adapters of another kind than LoRA.
     """
     settings = find_settings(checkpoint, alpha)
-    if problems := list(type_problems(settings)):
-        raise ReshardError(problems)
+    raise_all(list(type_problems(settings)))
     parsed = {key: parse(key) for key in checkpoint.tensors}
     if grouped := [
         _grouped(key, tensor) for key, tensor in checkpoint.tensors.items() if _is_grouped(key, tensor)
@@ -113,8 +112,7 @@ def read_adapter(checkpoint: Checkpoint, name: str | None = None, alpha: float |
     pairs = {module: _pair(tensors) for module, tensors in parts.items()}
     if not settings.parameters:  # for stacked experts, the shape does not give the rank
         problems = list(rank_problems(settings, ((m, pair.rank) for m, pair in pairs.items())))
-    if problems:
-        raise ReshardError(one_for_all(problems, pairs, settings.source))
+    raise_all(one_for_all(problems, pairs, settings.source))
     others = sum(
         checkpoint.tensors[key].nbytes for key, part in parsed.items() if _is_of_another(part, chosen)
     )

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.tensors import Tensor, cells_of
 from reshard.algebra.views import Piece, View
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.families import Family, declared
 from reshard.families.binding import Binding, BoundTensor
 from reshard.families.dialect import HUB
@@ -81,8 +81,7 @@ def under_hub_names(checkpoint: Checkpoint, config: Mapping[str, Any] | None) ->
         if not parts:
             problems.append(_unknown_problem(name, tensor))
         tensors.update(parts)
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return replace(checkpoint, dialect=HUB, tensors=tensors, variant="adapter of Megatron-Core")
 
 

@@ -16,7 +16,7 @@ from reshard.adapters.task_head import head_of, head_without_task
 from reshard.algebra.dtypes import DType, castable
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, concat
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.merged_problems import one_for_all
 from reshard.formats import quantization
 
@@ -59,8 +59,7 @@ def merge_adapter(
         weights[target.weight] = _merged_weight(weight, target, adapter)
         if adapter.pairs[module].bias:
             problems += _merge_bias(module, target, weights)
-    if problems:
-        raise ReshardError(one_for_all(problems, adapter.pairs, "the adapter"))
+    raise_all(one_for_all(problems, adapter.pairs, "the adapter"))
     return weights
 
 
@@ -69,8 +68,7 @@ def _refuse(adapter: Adapter, base: Mapping[str, Tensor]) -> None:
     quantized, _ = quantization.find(base, None, "the base")
     if quantized:
         problems += quantized_base(quantized).problems
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
 
 
 def quantized_base(quantized: quantization.Quantization, path: Path | None = None) -> ReshardError:

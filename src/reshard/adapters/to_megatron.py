@@ -25,7 +25,7 @@ from reshard.adapters.from_megatron import rows_like
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View, concat
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, raise_all
 from reshard.base.merged_problems import one_for_all
 from reshard.families.binding import Binding, BoundTensor
 from reshard.transfer.plan import ZERO
@@ -87,8 +87,7 @@ def linears(adapter: Adapter, binding: Binding, same: Same) -> dict[str, LinearC
     problems += [_no_place(name, "a weight that was trained without LoRA") for name in adapter.whole]
     changes = _linear_changes(adapter, binding, same)
     problems += _gaps(changes, binding)
-    if problems:
-        raise ReshardError(one_for_all(problems, [*adapter.pairs, *binding.native], "the adapter"))
+    raise_all(one_for_all(problems, [*adapter.pairs, *binding.native], "the adapter"))
     return changes
 
 

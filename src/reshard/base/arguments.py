@@ -12,7 +12,7 @@ from functools import wraps
 from inspect import BoundArguments, Parameter, Signature
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from reshard.base.errors import ArgumentsError, Problem, ReshardError
+from reshard.base.errors import ArgumentsError, Problem, ReshardError, raise_all
 from reshard.base.options import options_of
 from reshard.base.suggest import did_you_mean, meant
 from reshard.base.values import PATH, Kind
@@ -61,8 +61,7 @@ class Arguments:
 
     def settle(self) -> None:
         """Raise ReshardError with all recorded problems, if there are any."""
-        if self.problems:
-            raise ReshardError(self.problems)
+        raise_all(self.problems)
 
 
 def takes(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError, cause_of
+from reshard.base.errors import Problem, ReshardError, cause_of, raise_all
 from reshard.base.quantities import size
 from reshard.cluster.part_worker import Execute, absolute, executing_on, identity_of
 from reshard.commands.destinations import Stage, destination_at, single_file
@@ -186,8 +186,7 @@ def _write_files(
     # The ledger of the run adds to what an open journal records.
     with plan.sources.unchanged(journal.progress.passed if how.checksum else None):
         if not journal.progress.equal:
-            if problems := unequal_replicas(plan.replicas, share):
-                raise ReshardError(problems)
+            raise_all(unequal_replicas(plan.replicas, share))
             journal.add({"replicas": "equal"})
         report = execute(
             without_record(plan),
@@ -199,8 +198,7 @@ def _write_files(
             on_lost=on_lost,
             journal=journal,
         )
-        if problems := report.problems(strict=how.strict):
-            raise ReshardError(problems)
+        raise_all(report.problems(strict=how.strict))
         nbytes = stage.sizes[RECORD] = write_record(plan, stage.folder, report, facts, journal)
         report.nbytes += nbytes
         stage.on_bytes(nbytes)

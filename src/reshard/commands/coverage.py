@@ -24,7 +24,7 @@ from reshard.algebra.multisets import Multiset, total
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import Piece, View
-from reshard.base.errors import Problem, ReshardError, cause_of, listed
+from reshard.base.errors import Problem, ReshardError, cause_of, listed, raise_all
 from reshard.base.plain_json import json_of, to_json
 from reshard.cluster.part_worker import identity_of
 from reshard.folders.companion_names import FILES_KEY, RECORD
@@ -150,8 +150,7 @@ def prove_output(
         if other := [*_of_another_format(source, output, options, record)]:
             raise ReshardError(other) from cause_of(error)
         raise ReshardError([_not_planned(source, output), *error.problems]) from cause_of(error)
-    if problems := [*_other_sources(plan, record), *_other_files(plan, record, output)]:
-        raise ReshardError(problems)
+    raise_all([*_other_sources(plan, record), *_other_files(plan, record, output)])
     checkpoint = open_checkpoint(source, options.iteration, options.strip)
     proof = prove(
         plan, checkpoint, lambda done, count: on_step(f"counting elements: {done:,} of {count:,} views")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.commands.options import RunOptions
 from reshard.folders.companion_names import RECORD
 from reshard.formats import named_by
@@ -188,8 +188,7 @@ def single_file(plan: Plan, target: Path, how: RunOptions) -> str | None:
 
 def _warnings(problems: list[Problem], too_small: list[Problem], how: RunOptions) -> list[Problem]:
     """Raise ReshardError for problems. A full disk is only a warning in a dry run: space may be freed later."""
-    if problems := problems + ([] if how.dry_run else too_small):
-        raise ReshardError(problems)
+    raise_all(problems + ([] if how.dry_run else too_small))
     return [replace(problem, severity="warning") for problem in too_small]
 
 

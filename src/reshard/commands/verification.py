@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType, castable
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError, cause_of
+from reshard.base.errors import Problem, ReshardError, cause_of, raise_all
 from reshard.base.foreign_text import html_table
 from reshard.base.quantities import size
 from reshard.families import declared
@@ -292,8 +292,7 @@ def _not_comparable(quantization: Quantization, path: Path) -> ReshardError:
 
 
 def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, complete: Path | None) -> Side:
-    if checkpoint.problems:
-        raise ReshardError(checkpoint.problems)
+    raise_all(checkpoint.problems)
     before, checkpoint = checkpoint, _comparable(checkpoint, other)
     how = checkpoint.quantization
     notes = (f"compared as stored: {how}",) if how else tuple(checkpoint.notes[len(before.notes) :])
@@ -369,8 +368,7 @@ def _comparison_of(
     changes: list[Change] | None,
 ) -> Comparison:
     problems = unequal_replicas([*first.tensors.replicas, *second.tensors.replicas], share)
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     ours, theirs = first.tensors.tensors, second.tensors.tensors
     copies = {name for side in (first, second) if side.model for name in side.model.binding().copies}
     only_a = [name for name in ours if name not in theirs and name not in copies]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, type_and_message
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, raise_all, type_and_message
 from reshard.containers.file_names import path_below
 from reshard.containers.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
 from reshard.containers.torchfiles.untrusted import damaged_pickle, element_type, shape_of, sizes, text
@@ -97,8 +97,7 @@ def read_metadata(path: Path, sources: Sources) -> DcpMetadata:
     except UNUSABLE as error:
         raise damaged_pickle(str(path), type_and_message(error)) from None
     problems += _file_problems(path.parent, metadata)
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return metadata
 
 

@@ -17,7 +17,7 @@ from reshard.algebra.dtypes import BY_SAFETENSORS, DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import UNUSABLE, Problem, ReshardError
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, raise_all
 from reshard.base.plain_json import json_kind, json_of
 from reshard.containers.torchfiles.untrusted import shape_of, sizes
 from reshard.transfer.plan import Block, OutputFile, Planned
@@ -109,8 +109,7 @@ def read_file(path: Path, sources: Sources) -> tuple[dict[str, Tensor], dict[str
                 remedy="copy or download the file again",
             )
         )
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return tensors, metadata
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from reshard.base.errors import UNUSABLE, Problem, ReshardError
+from reshard.base.errors import UNUSABLE, Problem, raise_all
 from reshard.families.config_entries import RULE, Args, Config, Const, Values
 from reshard.families.config_map import ConfigMap
 from reshard.families.dims import Dims
@@ -60,8 +60,7 @@ def agreed(
             warnings.append(replace(problem, severity="warning", remedy=None))
         else:
             problems.append(problem)
-    if problems:
-        raise ReshardError([replace(each, file=file) for each in problems])
+    raise_all(replace(each, file=file) for each in problems)
     if trust == "config":
         for each in differing:
             args = {**args, **each.wanted}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, raise_all
 from reshard.families.config_entries import Config, Key, Values
 from reshard.families.config_map import COMMON, GROUPED_HEADS, OF_ALL, ConfigMap
 from reshard.families.disagreements import RUN_CHOICES, ConfigDifference, changed, moves_weights
@@ -36,8 +36,7 @@ def agreed_configs(
     ReshardError if the weights fit only one of them.
     """
     differing = recorded_differences(table, config, recorded)
-    if problems := [each.problem() for each in differing if each.moves_weights]:
-        raise ReshardError([replace(each, file=file) for each in problems])
+    raise_all(replace(each.problem(), file=file) for each in differing if each.moves_weights)
     values = {each.key: each.checkpoint for each in differing} if trust == "checkpoint" else {}
     warnings = [replace(each.warning(trust), file=file) for each in differing]
     return changed(table, config, values) if values else config, warnings

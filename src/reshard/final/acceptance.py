@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard import adapters
 from reshard.adapters.adapter import LowRankPair
-from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.errors import Problem, ReshardError, listed, raise_all
 from reshard.families.outer_model import language_config
 from reshard.folders.companion_names import CONFIG
 from reshard.folders.companions import find_companions
@@ -254,8 +254,7 @@ def _fits(folder: Path, origin: Origin) -> str:
         if f"{module}.weight" in base
         for problem in _misshapen(module, pair, base[f"{module}.weight"].shape, folder)
     ]
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     if unknown:
         raise NotChecked(
             f"the base has no weights of these names: {listed(unknown, 3)}; the adapter has {layers}"

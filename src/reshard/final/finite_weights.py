@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.errors import Problem, listed, raise_all
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.transfer.elements import has_nonfinite
@@ -53,8 +53,7 @@ def assert_finite(wrong: Sequence[str], folder: Path, base: Path | None) -> None
     before = sorted(set(wrong) & set(nonfinite(open_checkpoint(base)))) if wrong and base else []
     blamed = [damaged(base, before)] if base and before else []
     problems = [*blamed, *(_nonfinite(name, folder) for name in wrong if name not in before)]
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
 
 
 def _nonfinite(name: str, folder: Path) -> Problem:

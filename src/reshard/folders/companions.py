@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.plain_json import JSON_MOST, JSON_WEIGHT, to_json
 from reshard.folders.allowed_paths import belongs, files_matching
 from reshard.folders.companion_names import CONFIG, MODEL_FILES, TOKENIZER_CONFIG, TOKENIZER_FILES
@@ -137,8 +137,7 @@ def check_companions(companions: Companions) -> Companions:
         for name, path in files
         for problem in _damage(path, companions.sources, is_parsed=name not in large)
     ]
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return replace(companions, unparsed=large)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, reading_values
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, raise_all, reading_values
 from reshard.families import FAMILIES, Family, declared, live_names, named_by
 from reshard.families.config_map import ConfigMap
 from reshard.families.disagreements import foreign
@@ -83,8 +83,7 @@ def _with_agreed_config(
     text, own = table.text(described.config), table.text(recorded)
     if not (own and text) or contradictions(described.config) or not _is_complete(table, text):
         return described
-    if problems := [*_of_another_family(described, own, trust)]:
-        raise ReshardError([replace(each, file=str(described.file)) for each in problems])
+    raise_all(replace(each, file=str(described.file)) for each in _of_another_family(described, own, trust))
     agreed, warnings = agreed_configs(table, text, own, trust, str(described.file))
     config = table.whole(described.config, agreed)
     return replace(described, config=config, warnings=(*described.warnings, *warnings))

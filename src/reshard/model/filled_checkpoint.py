@@ -32,8 +32,7 @@ def filled(described: DescribedCheckpoint, folder: Path) -> DescribedCheckpoint:
     """
     checkpoint = described.checkpoint
     complete = open_checkpoint(folder, sources=checkpoint.sources)
-    if complete.problems:
-        raise ReshardError(complete.problems)
+    raise_all(complete.problems)
     model = resolve_if_declared(describe(_quantized_alike(complete, checkpoint), folder))
     make = _hub_filling if checkpoint.has_hub_names else _engine_filling
     filling = make(described, model, logical_tensors(model))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.model.model_heads import head_of
 
 Logits = npt.NDArray[np.float32]
@@ -220,8 +220,7 @@ def _refuse(path: str | Path, settings: Mapping[str, Any], info: Mapping[str, An
         Problem("logits-loading-failed", message, file=file, rule=LOADING_RULE)
         for message in info.get("error_msgs", [])
     ]
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
 
 
 def _refuse_constant_limit(path: str | Path, settings: Mapping[str, Any], model: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 
 GENERATOR = "reshard"
 """The beginning of the `generator` of each page, which identifies it."""
@@ -23,8 +23,7 @@ def charts_script() -> str:
 
 def check_page(path: Path, option: str) -> None:
     """Raise ReshardError if no page can be written to `path`, which `option` named."""
-    if problems := [*in_the_way(path, option)]:
-        raise ReshardError(problems)
+    raise_all([*in_the_way(path, option)])
 
 
 def in_the_way(path: Path, option: str) -> Iterator[Problem]:

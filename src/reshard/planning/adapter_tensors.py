@@ -17,7 +17,7 @@ from reshard.adapters.peft_names import PREFIX
 from reshard.adapters.to_megatron import LinearChange, linears, targets
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.formats import open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import Request, Target
@@ -62,8 +62,7 @@ def resolved(checkpoint: Checkpoint, target: Target, options: ConversionOptions)
             "by itself",
         )
     base = open_checkpoint(options.base_path, strip=options.strip, sources=checkpoint.sources)
-    if base.problems:
-        raise ReshardError(base.problems)
+    raise_all(base.problems)
     return replace(resolve(describe(base, family=options.family)), checkpoint=checkpoint)
 
 
@@ -153,8 +152,7 @@ def _as_linears(changes: Mapping[str, LinearChange], rank: int, types: OutputTyp
                     f"{name}.adapter.linear_{side}.weight", min(wanted, key=str), shape, partial(view, rank)
                 )
             )
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return tensors
 
 

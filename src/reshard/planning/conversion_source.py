@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard.adapters import checkpoint_kind
-from reshard.base.errors import ReshardError
+from reshard.base.errors import ReshardError, raise_all
 from reshard.base.later_imports import imported_later
 from reshard.base.options import options_of
 from reshard.folders.base_hints import BASE
@@ -38,8 +38,7 @@ def conversion_source(path: Path, checkpoint: Checkpoint, options: ConversionOpt
     Raises ReshardError for a checkpoint with problems, for an adapter that does not fit its base, and if there is
     nothing to do.
     """
-    if checkpoint.problems:
-        raise ReshardError(checkpoint.problems)
+    raise_all(checkpoint.problems)
     kind = CheckpointKind.MODEL if options.state_dict else checkpoint_kind(checkpoint)
     if kind is CheckpointKind.FUSED_ADAPTER:
         checkpoint, kind = merged_source.hub_adapter(checkpoint, options), CheckpointKind.ADAPTER

@@ -13,7 +13,7 @@ from reshard.adapters import from_megatron
 from reshard.adapters.embedding_and_head import TOKEN_WEIGHTS, embedding_of, mean_row_counts, unties
 from reshard.adapters.task_head import head_changes
 from reshard.algebra.tensors import Cells, Computed, Replica, Tensor, cells_of
-from reshard.base.errors import ReshardError
+from reshard.base.errors import ReshardError, raise_all
 from reshard.families import declared
 from reshard.families.dialect import HUB
 from reshard.formats import open_checkpoint
@@ -121,8 +121,7 @@ def adapter_base(
     if folder is None:
         return AdapterBase(None, {}, [], None, Counter(), notes)
     base = open_checkpoint(folder, strip=options.strip, sources=checkpoint.sources)
-    if base.problems:
-        raise ReshardError(base.problems)
+    raise_all(base.problems)
     base = dequantized(base, OutputTypes(options.dtype).wanted, adapters.quantized_base)
     if base.has_hub_names:
         return AdapterBase(base, base.tensors, base.replicas, base.description.config, Counter(), notes)

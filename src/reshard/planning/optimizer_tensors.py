@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.formats import written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import Format
@@ -82,8 +82,7 @@ def logical_states(weights: LogicalTensors) -> dict[str, LogicalTensors]:
     checkpoint = weights.checkpoint
     states = checkpoint.optimizer.supported_states
     problems = [each for state, tensors in states.items() for each in _misfits(state, tensors, checkpoint)]
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     stateful = {name for tensors in states.values() for name in tensors}
     masters = {name: tensor for name, tensor in checkpoint.tensors.items() if name in stateful}
     masters.update(states.get(MASTER_STATE, {}))

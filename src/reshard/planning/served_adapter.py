@@ -33,7 +33,7 @@ from reshard.adapters.serving_engines import (
     strengths,
 )
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import ReshardError
+from reshard.base.errors import raise_all
 from reshard.base.merged_problems import one_for_all
 from reshard.families import Family, declared, live_names
 from reshard.families.transformers_5 import MemoryNames
@@ -109,8 +109,7 @@ def served(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str,
     adapted = changes(adapter, base.weights, turned=bool(base.family and base.family.turned_pairs))
     problems = [*adapted.problems, *engine.problems(engine, adapter, adapted, _type(base))]
     problems += resized(engine, adapter, base.weights) if engine.name != PEFT else []
-    if problems:
-        raise ReshardError(one_for_all(problems, [*adapter.pairs, *adapter.whole], str(checkpoint.path)))
+    raise_all(one_for_all(problems, [*adapter.pairs, *adapter.whole], str(checkpoint.path)))
     written = _ServedChanges(engine, base, completed(engine, adapted.linears, base.weights), adapted)
     written.check()
     types = OutputTypes(options.dtype)
@@ -203,8 +202,7 @@ class _ServedChanges:
         """Raise ReshardError for strengths that the engine does not have, naming all modules."""
         problems = [self._engine.refused(each, "different ones", ONE_PAIR) for each in self.uneven]
         problems += strengths(self._engine, self.modules)
-        if problems:
-            raise ReshardError(one_for_all(problems, self.modules, "the adapter"))
+        raise_all(one_for_all(problems, self.modules, "the adapter"))
         if not self._engine.uneven:
             rank = max(change.pair.rank for change in self.modules.values())
             self.modules = {module: change.padded(rank) for module, change in self.modules.items()}

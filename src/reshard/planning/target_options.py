@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.families.family import MCORE
 from reshard.formats import named_by, peft, writable, written
 from reshard.formats.checkpoint import Checkpoint
@@ -40,12 +40,13 @@ def target_of(source: ConversionSource) -> Target:
     target = written()[source.format.name]
     if source.kind not in target.holds:
         raise _not_held(source.checkpoint, source.kind, source.format)
-    if problems := [
-        *_ranks(source, target),
-        *_kind_of_output(source, target),
-        *_dtypes(source, target),
-    ]:
-        raise ReshardError(problems)
+    raise_all(
+        [
+            *_ranks(source, target),
+            *_kind_of_output(source, target),
+            *_dtypes(source, target),
+        ]
+    )
     return target
 
 

@@ -10,7 +10,7 @@ from math import prod
 
 from reshard.algebra.dtypes import DType, castable, dtype
 from reshard.algebra.tensors import Computed, Tensor
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.families import live_names
 from reshard.families.binding import BoundTensor, DroppedElements
 from reshard.families.rules import NEVER_READ
@@ -174,8 +174,7 @@ class TargetNames:
                             remedy="leave out --with-optimizer: frozen and trained tensors cannot be fused",
                         )
                     )
-        if problems:
-            raise ReshardError(problems)
+        raise_all(problems)
         return {
             state: _named_with_state(
                 state, replace(self, natives=natives[state]).tensors(logical, _types(state))
@@ -220,8 +219,7 @@ def names_of(format: str, request: Request, logical: LogicalTensors, naming: Nam
         for name in logical.tensors
         if name not in binding.hf and name not in binding.copies and name not in left
     ]
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return TargetNames(binding.native, left=left)
 
 
@@ -264,8 +262,7 @@ def native_tensors(
         if not (types.wanted or typed):
             logical.keep_exact(name, bound, stored)
         yield Planned(name, wanted.pop(), bound.shape, partial(logical.native_view, name, bound, stored))
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
 
 
 def sources_of(bound: BoundTensor) -> set[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from anyio import CapacityLimiter
 
-from reshard.base.errors import ReshardError
+from reshard.base.errors import ReshardError, raise_all
 from reshard.cluster.part_worker import identity_of
 from reshard.folders.companion_names import README
 from reshard.formats.options import ConversionOptions
@@ -137,8 +137,7 @@ class Revisions:
         memory -= meter.left(plan.need)
         share = shared(None, self._options.limit // 4, plan.need, plan.sources.paths)
         with plan.sources.unchanged(None):
-            if problems := unequal_replicas(plan.replicas, share):
-                raise ReshardError(problems)
+            raise_all(unequal_replicas(plan.replicas, share))
         identity = identity_of(plan, options, checksum=True).digest
         commit = sha1(f"{identity} {repository.id}".encode(), usedforsecurity=False).hexdigest()
         notes = [*plan.notes, *map(str, plan.warnings)]

@@ -12,7 +12,7 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Computed, Tensor
 from reshard.algebra.views import Axis, Piece
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, raise_all
 from reshard.stores import is_remote
 from reshard.transfer.elements import CAST_BYTES_EACH, RAW_DTYPES, Overflows, cast
 from reshard.transfer.ledger import Ledger, Passed, join
@@ -254,5 +254,4 @@ def crc_problem(storage: Storage, tensor: str | None) -> Problem:
 
 def check_sums(ledger: Ledger, names: Mapping[Storage, str]) -> None:
     """Raise ReshardError for each storage whose bytes do not have the recorded CRC32."""
-    if wrong := ledger.settle():
-        raise ReshardError([crc_problem(storage, names.get(storage)) for storage in wrong])
+    raise_all(crc_problem(storage, names.get(storage)) for storage in ledger.settle())

@@ -20,7 +20,7 @@ from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, raise_all
 from reshard.base.quantities import size
 from reshard.transfer.memory_budget import MemoryNeed
 from reshard.transfer.source_files import Sources
@@ -204,8 +204,7 @@ class Plan:
             if rest or not copies:
                 position = f"{written[tensor.name]} bytes"
                 problems.append(_mistake(tensor.name, None, f"all of {tensor.nbytes} bytes", position))
-        if problems:
-            raise ReshardError(problems)
+        raise_all(problems)
 
 
 def _mistake(tensor: str, file: str | None, expected: str, found: str) -> Problem:

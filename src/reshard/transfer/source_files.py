@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from isal.isal_zlib import crc32
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.stores import (
     OpenFile,
     Stamp,
@@ -282,8 +282,7 @@ class Sources:
             if problems:
                 raise ReshardError(problems) from None  # it will not pass: nothing is kept to continue from
             raise
-        if problems := self.changed(passed):
-            raise ReshardError(problems)
+        raise_all(self.changed(passed))
 
 
 def _changed(path: str, before: Stamp, now: str) -> Problem:

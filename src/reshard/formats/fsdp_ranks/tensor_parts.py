@@ -195,8 +195,7 @@ def joined(parts: Mapping[str, Parts]) -> tuple[dict[str, Tensor], list[Replica]
             replicas += copies
             problem = _gap(name, tensors[name], pairs)
         problems += [problem] if problem else []
-    if problems:
-        raise ReshardError(one_for_each_file(problems))
+    raise_all(one_for_each_file(problems))
     return tensors, replicas
 
 

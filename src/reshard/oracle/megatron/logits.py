@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.algebra.layout import Layout
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, raise_all
 from reshard.oracle.megatron import process_groups
 from reshard.oracle.megatron.gpt_model import build_model, centre_norms
 from reshard.oracle.megatron.load_weights import Mismatch, load_weights, refuse_unloadable
@@ -54,8 +54,7 @@ def megatron_logits(
     layout = layout or Layout()
     ranks = run_ranks(layout.world_size, _rank_logits, folder, tokens, args, layout, build, settings)
     mismatch = Mismatch.union([each for each, _ in ranks])
-    if problems := _problems(mismatch, folder):
-        raise ReshardError(problems)
+    raise_all(_problems(mismatch, folder))
     *mtp, logits = next(outputs for _, outputs in ranks if outputs)
     return MegatronLogits(logits, tuple(mtp), mismatch.other)
 

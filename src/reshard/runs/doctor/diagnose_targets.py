@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.foreign_text import clipped, printable_line
 from reshard.base.languages import Text
 from reshard.base.plain_json import decoded
@@ -87,8 +87,7 @@ def examine(
     for target in named:
         seen.of_usage(target)
     of_targets = [finding for target in named for finding in seen.of_target(target)]
-    if seen.problems:
-        raise ReshardError(seen.problems)
+    raise_all(seen.problems)
     of_targets += seen.without_end(of_targets)
     findings = spelled((typed(finding, seen.commands) for finding in combined(of_targets)), seen.usage)
     return Examination(findings, seen.logs, seen.usage.texts, seen.inspected, of_targets, seen.logs_left_out)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from reshard.base.errors import ReshardError
+from reshard.base.errors import ReshardError, raise_all
 from reshard.base.interrupts import ignored
 from reshard.base.plain_json import put
 from reshard.base.start_environment import start_environment
@@ -46,8 +46,7 @@ def guarded(
     environment = start_environment()
     as_started(words, environment, here)
     command = read_command(words, environment, here)
-    if problems := list(of_options(options, command)):
-        raise ReshardError(problems)
+    raise_all(list(of_options(options, command)))
     if command.node_rank:
         options = replace(options, final=None)  # node 0 makes it
     checked = _checked(command, GuardScreen(quiet=quiet)) if options.check else Checked()
@@ -95,8 +94,7 @@ def _checked(command: TrainingCommand, screen: GuardScreen) -> Checked:
             screen.say(Notice(problem))
     for sentence in checked.unchecked:
         screen.print(f"{NOT_CHECKED_MARK} {sentence}")
-    if checked.errors:
-        raise ReshardError(checked.errors)
+    raise_all(checked.errors)
     return checked
 
 

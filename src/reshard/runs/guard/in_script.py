@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.errors import Problem, ReshardError, listed, raise_all
 from reshard.runs.checks.device_maps import misplaced
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ def check(
     parameters = _parameters(whole)
     problems = [problem for rule in _RULES for problem in rule(whole, parameters)]
     problems += _optimizer(parameters, optimizers)
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
 
 
 def _given(model: object, optimizer: object) -> tuple[nn.Module, list[Any]]:

@@ -22,7 +22,7 @@ from mcp.shared.exceptions import MCPError
 
 import reshard
 from reshard.base.confinement import located
-from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.errors import Problem, ReshardError, listed, raise_all
 from reshard.base.interrupts import end_at_once
 from reshard.base.plain_yaml import yaml_of
 from reshard.base.values import words_of_seconds
@@ -87,8 +87,7 @@ class Server:
             )
             for error in Draft202012Validator(schema).iter_errors(given)
         ]
-        if wrong:
-            raise ReshardError(wrong)
+        raise_all(wrong)
         return {name: self._located(schema["properties"][name], value) for name, value in given.items()}
 
     def _located(self, schema: Mapping[str, Any], value: Any) -> Any:

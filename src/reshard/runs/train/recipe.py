@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.runs.checks.environment import look_around
 from reshard.runs.train.options import TrainOptions
 
@@ -111,5 +111,4 @@ class Problems:
 
     def settle(self) -> None:
         """Raise ReshardError if there are any."""
-        if self.found:
-            raise ReshardError(self.found)
+        raise_all(self.found)

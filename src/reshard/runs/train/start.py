@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.interrupts import ignored
 from reshard.final.saved_checkpoints import FoundCheckpoint, saved_in
 from reshard.runs.checks.command.read_command import StartedProgram, read_command
@@ -74,8 +74,7 @@ def prepared(method: str, options: TrainOptions, rest: Sequence[str] = ()) -> Tr
         *_of_other_engines(method, options),
         *_occupied(folder, options),
     ]
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     recipe = ENGINES[options.engine].recipe(method, options, list(map(_with_underscores, rest)))
     if options.overwrite:
         shutil.rmtree(folder / FINAL, ignore_errors=True)

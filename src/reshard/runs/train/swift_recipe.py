@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.runs.guard.data.records import CHAT_SHAPES
 from reshard.runs.train.options import TrainOptions
 from reshard.runs.train.recipe import Problems, Recipe, given_options, gpus_here, model_word
@@ -120,6 +120,5 @@ def _processes(options: TrainOptions) -> int:
         for name, size in (("tp", options.tp), ("ep", options.ep))
         if ranks % (options.pp * size)
     ]
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
     return nproc

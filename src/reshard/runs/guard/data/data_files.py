@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.errors import Problem, ReshardError, listed, raise_all
 from reshard.base.plain_json import json_of
 from reshard.runs.guard.data.record_faults import faults
 from reshard.runs.guard.data.records import is_rewritten, record_kind, shape_of, standard
@@ -126,8 +126,7 @@ class _Faulty:
                     found=f"{self.count} wrong records in all",
                 )
             )
-        if problems:
-            raise ReshardError(problems)
+        raise_all(problems)
 
 
 def _mixed(kind: str, expected: str, where: str) -> Problem:
