@@ -89,19 +89,15 @@ class ArrayFolder:
         return bool(self._metadata.get("use_ocdbt", (self.folder / DATABASE).is_file()))
 
     @cached_property
-    def _tensorstore(self) -> Any:
-        return _package()
-
-    @cached_property
     def _context(self) -> Any:
         limits = {"cache_pool": {"total_bytes_limit": 1 << 24}, "data_copy_concurrency": {"limit": 1}}
-        return self._tensorstore.Context(limits)
+        return _package().Context(limits)
 
     @cached_property
     def keys(self) -> frozenset[str]:
         """The names of everything stored: of arrays, their metadata and chunks."""
         with _package_errors(self.folder, None):
-            store = self._tensorstore.KvStore.open(self.location(""), context=self._context).result()
+            store = _package().KvStore.open(self.location(""), context=self._context).result()
             return frozenset(key.decode("utf-8", "replace") for key in store.list().result())
 
     def location(self, name: str) -> Any:
@@ -119,7 +115,7 @@ class ArrayFolder:
                 driver = "zarr3" if self.is_zarr3 else "zarr"
                 # Without this, tensorstore reads chunks that are missing as zeros.
                 spec = {"driver": driver, "kvstore": self.location(name), "fill_missing_data_reads": False}
-                opening = self._tensorstore.open(spec, read=True, open=True, context=self._context)
+                opening = _package().open(spec, read=True, open=True, context=self._context)
                 self._opened[name] = opening.result()
             return self._opened[name]
 

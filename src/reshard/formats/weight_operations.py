@@ -7,7 +7,7 @@ direction on the way from memory to the Hub. Source: `core_model_loading.py` of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil, prod
 from typing import Any, NamedTuple
@@ -285,11 +285,8 @@ def _rows(tensor: Planned) -> list[Planned]:
     def views() -> list[View]:
         return list(tensor.source().unstacked())
 
-    def view_of(index: int) -> View:
-        return views()[index]
-
     return [
-        Planned(tensor.name, tensor.dtype, tensor.shape[1:], partial(view_of, index))
+        Planned(tensor.name, tensor.dtype, tensor.shape[1:], lambda index=index: views()[index])  # type: ignore[misc]
         for index in range(tensor.shape[0])
     ]
 

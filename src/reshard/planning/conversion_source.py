@@ -43,7 +43,14 @@ def conversion_source(path: Path, checkpoint: Checkpoint, options: ConversionOpt
     if kind is CheckpointKind.FUSED_ADAPTER:
         checkpoint, kind = merged_source.hub_adapter(checkpoint, options), CheckpointKind.ADAPTER
     if options.merge:
-        _refuse_nothing_to_merge(checkpoint, kind)
+        if kind is CheckpointKind.MODEL:
+            raise ReshardError(
+                "merge-without-adapter",
+                "no adapter to merge",
+                file=str(checkpoint.path),
+                expected="lora_A and lora_B among the tensors",
+                remedy="leave out --merge, or pass an adapter as the source",
+            )
         checkpoint, options = merged_source.merged_source(checkpoint, options)
         kind = CheckpointKind.MODEL
     format = _format(path, checkpoint, kind, options)
@@ -53,17 +60,6 @@ def conversion_source(path: Path, checkpoint: Checkpoint, options: ConversionOpt
 def formats_for(kind: CheckpointKind) -> list[str]:
     """The names of the formats that can store a kind of checkpoint."""
     return [name for name, target in written().items() if kind in target.holds]
-
-
-def _refuse_nothing_to_merge(checkpoint: Checkpoint, kind: CheckpointKind) -> None:
-    if kind is CheckpointKind.MODEL:
-        raise ReshardError(
-            "merge-without-adapter",
-            "no adapter to merge",
-            file=str(checkpoint.path),
-            expected="lora_A and lora_B among the tensors",
-            remedy="leave out --merge, or pass an adapter as the source",
-        )
 
 
 def _format(path: Path, checkpoint: Checkpoint, kind: CheckpointKind, options: ConversionOptions) -> Format:

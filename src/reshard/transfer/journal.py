@@ -258,7 +258,9 @@ class Journal:
         assert self._descriptor is not None
         text = json.dumps(entry, separators=(",", ":"))
         line = f"{crc32(text.encode()):08x} {text}\n".encode()
-        self._reserve()
+        if self.progress.end + RESERVED_BYTES // 2 > self._reserved:  # space on the disk, if it can be reserved
+            allocate(self._descriptor, self.progress.end, RESERVED_BYTES)
+            self._reserved = self.progress.end + RESERVED_BYTES
         count = 0
         try:
             while count < len(line):
@@ -268,14 +270,6 @@ class Journal:
                 os.ftruncate(self._descriptor, self.progress.end)
             raise
         self.progress.end += len(line)
-
-    def _reserve(self) -> None:
-        """Reserve disk space for the next lines, if the file system can."""
-        assert self._descriptor is not None
-        end = self.progress.end
-        if end + RESERVED_BYTES // 2 > self._reserved:
-            allocate(self._descriptor, end, RESERVED_BYTES)
-            self._reserved = end + RESERVED_BYTES
 
     def _sync(self) -> None:
         """Make the recorded lines survive a failure of the machine."""

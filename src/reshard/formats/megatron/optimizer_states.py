@@ -325,22 +325,20 @@ def _without_experts(chain: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 def _with_experts(
     chain: Sequence[Mapping[str, Any]], biased: bool, *, layer_wise: bool
 ) -> list[dict[str, Any]]:
-    """The same with the groups of parallel experts: in the first optimizer if it is `layer_wise`, else in the next."""
+    """The same with the groups of parallel experts: in the first optimizer if it is `layer_wise`, else in the next.
+
+    Experts are in no group of embedding and head, and in that without weight decay only if `biased`.
+    """
     first, *others = map(dict, chain)
     own = [*_groups_of([first])]
-    experts = _of_experts(own, biased)
+    experts = [
+        {**group, "is_expert_parallel": True}
+        for group in own
+        if not group.get("is_decoupled_lr") and (biased or group.get("wd_mult"))
+    ]
     if layer_wise:
         return [_with_groups(first, own + experts), *others]
     return [first, _with_groups(first, experts), *others]
-
-
-def _of_experts(groups: Sequence[Mapping[str, Any]], biased: bool) -> list[dict[str, Any]]:
-    """The parameter groups of experts: without embedding and head; the group without weight decay only if `biased`."""
-    return [
-        {**group, "is_expert_parallel": True}
-        for group in groups
-        if not group.get("is_decoupled_lr") and (biased or group.get("wd_mult"))
-    ]
 
 
 def torch_file(path: str, content: dict[str, Any]) -> OutputFile:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -266,7 +267,7 @@ class _StackedReader:
             low = list(chunk.offsets[lead:])
             if parsed.half:
                 low[0] += inner[0]
-            for index in _indices(chunk.sizes[:lead]):
+            for index in product(*map(range, chunk.sizes[:lead])):
                 at = [first + i for first, i in zip(chunk.offsets, index, strict=False)]
                 place = parsed.place
                 if parsed.stacks_experts:
@@ -304,12 +305,3 @@ class _StackedReader:
             result[name] = Tensor(dtype, whole)
         raise_all(problems)
         return result
-
-
-def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if not sizes:
-        yield ()
-        return
-    for first in range(sizes[0]):
-        for rest in _indices(sizes[1:]):
-            yield (first, *rest)

@@ -77,16 +77,12 @@ def _in_peft(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         weights = {
             f"{name.removesuffix(part)}weight": tensor
             if _SWITCH in name or part == "m"
-            else _transposed(tensor)
+            else Tensor(tensor.dtype, tensor.view.permute(1, 0))
             for name, tensor in tensors.items()
             if name.endswith(f".{part}")
         }
         for name, tensor in apply_renamings.on_hub(weights, mlx.SWITCH_RULES, {}).items():
             yield f"{name.removesuffix('weight')}{of_peft}", tensor
-
-
-def _transposed(tensor: Tensor) -> Tensor:
-    return Tensor(tensor.dtype, tensor.view.permute(1, 0))
 
 
 def _unsupported(name: str, tensor: Tensor, kind: str) -> Problem:

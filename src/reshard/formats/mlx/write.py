@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from reshard.algebra.dtypes import DType, castable, dtype
+from reshard.algebra.dtypes import castable, dtype
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError, listed
@@ -68,8 +68,15 @@ class MlxWriting(Writing):
 
     def __init__(self, request: Request) -> None:
         naming = self._naming = _naming(request)
-        self._recast = _other_dtypes(naming, request)
         main = dtype(request.main_dtype)
+        self._recast = {
+            tensor.name: tensor.dtype
+            for tensor in request.tensors
+            if castable(tensor.dtype)
+            and tensor.dtype != main
+            and not tensor.name.endswith(naming.exact or NO_ENDING)
+        }
+        """The tensors in another dtype than most, in which mlx-lm casts them, by name."""
         tensors = [
             each._replace(dtype=main) if each.name in self._recast else each for each in request.tensors
         ]
@@ -113,18 +120,6 @@ class MlxWriting(Writing):
         """How to use the output."""
         command: tuple[Any, ...] = ("mlx_lm.generate", "--model", PurePath(), "--prompt", "Hello")
         yield OutputCommand("on Apple silicon", command)
-
-
-def _other_dtypes(naming: mlx.MlxNaming, request: Request) -> dict[str, DType]:
-    """The tensors in another dtype than most, in which mlx-lm casts them, by name."""
-    main = dtype(request.main_dtype)
-    return {
-        tensor.name: tensor.dtype
-        for tensor in request.tensors
-        if castable(tensor.dtype)
-        and tensor.dtype != main
-        and not tensor.name.endswith(naming.exact or NO_ENDING)
-    }
 
 
 def _quantized_request(naming: mlx.MlxNaming, request: Request) -> Request:

@@ -228,13 +228,9 @@ class _ArrayReader:
             )
         self._problems: list[Problem] = []
         self._largest = 0
-        self._note_files()
-
-    def _note_files(self) -> None:
-        """Note all files, because tensorstore opens them unseen."""
-        for file in sorted(self._folder.rglob("*")):
+        for file in sorted(folder.rglob("*")):  # tensorstore opens them unseen
             if file.is_file():
-                self._sources.open(file).close()
+                sources.open(file).close()
 
     @property
     def variant(self) -> str:

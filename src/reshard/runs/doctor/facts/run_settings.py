@@ -116,17 +116,15 @@ def settings_in(texts: Mapping[str, str]) -> Iterator[Fact]:
 
 def _settings_of(file: str, text: str) -> Iterator[tuple[str, object, int]]:
     if file.endswith(SHELL_SUFFIXES):
-        yield from _of_shell(text)
+        for number, line in enumerate(text.splitlines(), 1):
+            if match := _ASSIGNED.match(line):
+                yield match["name"], match["value"], number
     elif file.endswith(CONFIG_SUFFIXES):
-        yield from _of_config(file)
-
-
-def _of_config(file: str) -> Iterator[tuple[str, object, int]]:
-    with suppress(ReshardError):  # which is a finding of its own
-        config = read_config(file)
-        for name, value in _leaves(config.content, ""):
-            if line := config.key_lines.get(name):
-                yield name, value, line
+        with suppress(ReshardError):  # which is a finding of its own
+            config = read_config(file)
+            for name, value in _leaves(config.content, ""):
+                if at_line := config.key_lines.get(name):
+                    yield name, value, at_line
 
 
 def _leaves(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, object]]:
@@ -135,9 +133,3 @@ def _leaves(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, obje
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _of_shell(text: str) -> Iterator[tuple[str, object, int]]:
-    for number, line in enumerate(text.splitlines(), 1):
-        if match := _ASSIGNED.match(line):
-            yield match["name"], match["value"], number
