@@ -100,7 +100,7 @@ def stream(
     weights = opened(arguments, path, opening)
     selection = Selection(names, boxes, experts)
     selection.of(weights)  # raises for unknown names before anything is read
-    verify = selection.is_everything if verify is None else verify
+    verify = selection == Selection() if verify is None else verify
     tensors = streamed(weights, selection, order, ReadOptions(allowed, workers, verify))
     return _arrays(tensors) if framework == "numpy" else _torch_tensors(tensors)
 

@@ -1,7 +1,5 @@
 """The address space of the process, which `ulimit -v` limits, and errors that say that memory is used up."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 

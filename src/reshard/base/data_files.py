@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,3 +17,8 @@ _LOADER: Any = getattr(
 def read_data(path: Path) -> Any:
     """The content of a file."""
     return yaml.load(path.read_text(encoding="utf-8"), _LOADER)
+
+
+def data_beside(module: str, name: str) -> Callable[[], dict[str, Any]]:
+    """What returns the content of a file beside a module; the file is read once."""
+    return cache(lambda: read_data(Path(module).with_name(name)))

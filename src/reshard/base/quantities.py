@@ -1,7 +1,5 @@
 """Sizes and counts as texts for users."""
 
-from __future__ import annotations
-
 
 def size(nbytes: float) -> str:
     """A file size as text: 1.3 GB."""

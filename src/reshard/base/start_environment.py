@@ -4,8 +4,6 @@ Since the start, two variables may have changed. Python sets LC_CTYPE in the C l
 limits the threads of its own numpy; in a training command, either would change what its data loaders do.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

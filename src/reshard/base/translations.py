@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from functools import lru_cache
-from pathlib import Path
 
-from reshard.base.data_files import read_data
+from reshard.base.data_files import data_beside
 from reshard.base.errors import Problem
 from reshard.base.foreign_text import printable_line
 from reshard.base.languages import Text
@@ -32,8 +30,5 @@ def _quoted(text: str) -> str:
 _WORD = re.compile(r"(?<![\w.=/-])[a-z]{2,}(?![\w.=/-])")
 
 
-@lru_cache(maxsize=1)
-def translations() -> dict[str, dict[str, str]]:
-    """The Chinese texts of problems: by code, and by field."""
-    content: dict[str, dict[str, str]] = read_data(Path(__file__).with_name("problems.yaml"))
-    return content
+translations = data_beside(__file__, "problems.yaml")
+"""The Chinese texts of problems: by code, and by field."""

@@ -87,7 +87,8 @@ def run_conversion(
                 total = plan.nbytes
                 watch.end()
                 if not silent:
-                    _print_notes(plan)
+                    for note in plan.notes:
+                        stderr().print(f"[bold]note:[/] {escape(note)}")
                 print_problems(plan.warnings)
                 if not print_plan:
                     watch.begin(plan.nbytes)
@@ -128,11 +129,6 @@ def _print_warnings(result: Conversion) -> None:
     if result.report and result.report.nonfinite:
         names = escape(listed(result.report.nonfinite, 5))
         stderr().print(f"[bold yellow]warning:[/] NaN or Inf in {names} (--strict refuses it)")
-
-
-def _print_notes(plan: Plan) -> None:
-    for note in plan.notes:
-        stderr().print(f"[bold]note:[/] {escape(note)}")
 
 
 def print_plan(result: Conversion) -> None:

@@ -1,7 +1,5 @@
 """`reshard support`."""
 
-from __future__ import annotations
-
 import click
 
 from reshard.api.supported import support

@@ -214,7 +214,7 @@ def longest_array() -> int:
     except FileNotFoundError:
         settings = ""
     except subprocess.CalledProcessError as error:
-        raise silent(_last_line(error.stderr)) from error
+        raise silent(error.stderr.strip().split("\n")[-1]) from error
     except (OSError, subprocess.SubprocessError) as error:
         raise silent(type_and_message(error)) from error
     match = re.search(r"(?m)^MaxArraySize\s*=\s*(\d+)", settings)
@@ -223,10 +223,6 @@ def longest_array() -> int:
 
 def _answer(command: Sequence[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=True).stdout
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().split("\n") or [""])[-1]
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.dtypes import dtype
 from reshard.algebra.tensors import Computed, InputReader, Tensor
 from reshard.algebra.views import View
 from reshard.codecs.encoded_groups import EncodedGroups
@@ -116,19 +117,17 @@ class AffineItems(_AffinePart):
 class AffineScales(_AffinePart):
     """The scales."""
 
+    factors = attrgetter("scales")
+
     def _items(self, floats: Array, read: InputReader) -> Array:
-        return _stored_values(quantized(floats, self._settings.bits).scales, self.dtype, read)
+        values = self.factors(quantized(floats, self._settings.bits))
+        return read.cast(np.ascontiguousarray(values, np.float32).view(np.uint32), FLOAT32, self.dtype)
 
 
-class AffineBiases(_AffinePart):
+class AffineBiases(AffineScales):
     """The biases."""
 
-    def _items(self, floats: Array, read: InputReader) -> Array:
-        return _stored_values(quantized(floats, self._settings.bits).biases, self.dtype, read)
-
-
-def _stored_values(values: Array, dtype: DType, read: InputReader) -> Array:
-    return read.cast(np.ascontiguousarray(values, np.float32).view(np.uint32), FLOAT32, dtype)
+    factors = attrgetter("biases")
 
 
 def dequantized(parts: WeightParts, settings: ModeSettings) -> Tensor:

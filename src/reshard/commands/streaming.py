@@ -38,11 +38,6 @@ class Selection:
     boxes: Mapping[str, Index] | None = None
     experts: range | None = None
 
-    @property
-    def is_everything(self) -> bool:
-        """Whether all tensors are read completely."""
-        return self == Selection()
-
     def of(self, weights: Weights) -> list[LazyTensor]:
         """The tensors, in the order of the model. Raises TensorNotFoundError for an unknown name."""
         requested = {*(self.names or ()), *(self.boxes or ())}

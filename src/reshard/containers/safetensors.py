@@ -130,7 +130,10 @@ def header_bytes(
         end += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # data is aligned to eight bytes
-    offsets = _offsets(header, 8 + len(text))
+    begin = 8 + len(text)
+    offsets = {
+        name: begin + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"
+    }
     return len(text).to_bytes(8, "little") + text, offsets
 
 
@@ -141,12 +144,6 @@ def _in_items(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _in_elements(dtype: DType, shape: tuple[int, ...]) -> list[int]:
     return list(shape) if dtype.bits is None or not shape else [*shape[:-1], dtype.elements(shape[-1])]
-
-
-def _offsets(header: Mapping[str, Any], begin: int) -> dict[str, int]:
-    return {
-        name: begin + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"
-    }
 
 
 def _broken(

@@ -263,6 +263,11 @@ class Biases(ConfigEntry):
             )
 
 
+def is_latent(args: Args) -> bool:
+    """Whether attention is multi-head latent attention."""
+    return bool(args.get("multi_latent_attention"))
+
+
 def window_of(args: Args) -> int | None:
     """The tokens before its own that a token attends to; None if it attends to all, which -1 says too."""
     size = args.get("window_size")

@@ -1,7 +1,5 @@
 """How engines name tensors: a dialect is declared beside the rules that families have for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from reshard.families.config_entries import Args, first, window_of
+from reshard.families.config_entries import Args, first, is_latent, window_of
 
 
 def _always(args: Args) -> bool:
@@ -57,24 +57,20 @@ def _rotates_alike(args: Args) -> bool:
 
 
 def _interpolates(args: Args) -> bool:
-    return _rotates(args) and not _latent(args)
+    return _rotates(args) and not is_latent(args)
 
 
 def _has_window(args: Args) -> bool:
     return window_of(args) is not None
 
 
-def _latent(args: Args) -> bool:
-    return bool(args.get("multi_latent_attention"))
-
-
 def _plain_heads(args: Args) -> bool:
-    return not _latent(args)
+    return not is_latent(args)
 
 
 def _plain_latent_rope(args: Args) -> bool:
     """Whether the parameters of YaRN scale the softmax though the rope is a plain one."""
-    return _latent(args) and args.get("rope_type") == "rope"
+    return is_latent(args) and args.get("rope_type") == "rope"
 
 
 def _no_yarn_factor(value: Any, args: Args) -> bool:

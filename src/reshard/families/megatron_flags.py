@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from reshard.families.config_entries import Args, first
+from reshard.families.config_entries import Args, first, is_latent
 
 LINEAR: dict[str, Any] = {
     "linear_attention_freq": None,
@@ -69,16 +69,12 @@ def _scales(args: Args) -> bool:
     return bool(args.get("use_rope_scaling"))
 
 
-def _latent(args: Args) -> bool:
-    return bool(args.get("multi_latent_attention"))
-
-
 def _yarn(args: Args) -> bool:
     return args.get("position_embedding_type") == "yarn"
 
 
 def _latent_or_yarn(args: Args) -> bool:
-    return _latent(args) or _yarn(args)
+    return is_latent(args) or _yarn(args)
 
 
 def _linear(args: Args) -> bool:
@@ -90,7 +86,7 @@ _COUNTS: dict[str, Callable[[Args], bool]] = {
     "rope_scaling_factor": _scales,
     **dict.fromkeys(
         ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
-        _latent,
+        is_latent,
     ),
     **dict.fromkeys(("rotary_scaling_factor", "mscale", "mscale_all_dim"), _latent_or_yarn),
     **dict.fromkeys((name for name in NOT_RESTORED if name.startswith("yarn_")), _yarn),

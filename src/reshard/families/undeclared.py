@@ -5,8 +5,6 @@ and beyond the modules of mcore-bridge 1.6.5 and Megatron-Bridge 0.6.2 that can 
 `TransformerConfig` and `TransformerLayer` of megatron-core; `model/` of mcore-bridge, `models/` of Megatron-Bridge.
 """
 
-from __future__ import annotations
-
 BEYOND_MEGATRON: dict[str, str] = {
     "afmoe": "norms after attention and MLP, for which megatron-core 0.19.2 has no setting",
     "cohere": "attention and MLP side by side, for which megatron-core 0.19.2 has no setting",

@@ -271,7 +271,10 @@ def _missing(folder: Path, checkpoint: Checkpoint) -> Iterator[str]:
         yield from _without_optimizer(folder)
     of_trainer = checkpoint.format in (huggingface.NAME, peft.NAME) or any(map(_TRAINER.match, named))
     if re.fullmatch(r"checkpoint-\d+", folder.name) and of_trainer:
-        yield from _trainer_state(folder / TRAINER_STATE)
+        try:
+            json_of((folder / TRAINER_STATE).read_bytes())
+        except (OSError, ValueError):
+            yield TRAINER_STATE
 
 
 def _without_optimizer(file: Path) -> Iterator[str]:
@@ -290,10 +293,3 @@ def _pickled(file: Path) -> bytes:
         return b""
     with zipfile.ZipFile(file) as archive:
         return b"".join(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
-
-
-def _trainer_state(file: Path) -> Iterator[str]:
-    try:
-        json_of(file.read_bytes())
-    except (OSError, ValueError):
-        yield TRAINER_STATE

@@ -40,14 +40,10 @@ def weight_kind(
         return WeightKind(table, scheme.applied)
     if method == COMPRESSED_TENSORS and (told.format or found.settings.get("format")) not in _FORMATS:
         return None
-    if scheme is PACKED_INT and not _is_int4(told):
+    arithmetic = [told.args.get(key) for key in ("num_bits", "type", "symmetric")]
+    if scheme is PACKED_INT and arithmetic != [4, "int", True]:  # integers from -8 on
         return None
     return WeightKind(table, rounded=method == MODELOPT)
-
-
-def _is_int4(told: ModuleQuantization) -> bool:
-    """Whether settings of compressed-tensors describe 4-bit integers from -8 on."""
-    return [told.args.get(key) for key in ("num_bits", "type", "symmetric")] == [4, "int", True]
 
 
 def is_outer(tensor: Tensor) -> bool:

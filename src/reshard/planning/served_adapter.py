@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -239,7 +239,8 @@ class _ServedChanges:
         rest = {"bias": "none", "modules_to_save": None, "fan_in_fan_out": False, "init_lora_weights": True}
         if self.parameters or own.get("target_parameters"):
             own = {key: value for key, value in own.items() if key != ORDER}
-            settings |= {"target_parameters": _name_ends(self.parameters.values()), **WRITTEN_LAYOUT}
+            ends = (".".join(name.split(".")[-3:]) for name in self.parameters.values())
+            settings |= {"target_parameters": list(dict.fromkeys(ends)), **WRITTEN_LAYOUT}
         return {**rest, **own, **settings}
 
     def _targets(self, adapter: Adapter) -> list[str]:
@@ -251,11 +252,6 @@ class _ServedChanges:
         if others:
             targets |= {*target_modules(replace(adapter, pairs=others))}
         return sorted(targets)
-
-
-def _name_ends(parameters: Iterable[str]) -> list[str]:
-    """The last parts of the names of parameters, in PEFT's order."""
-    return list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in parameters))
 
 
 def _as_integer(alpha: float) -> float | int:

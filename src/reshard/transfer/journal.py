@@ -258,7 +258,9 @@ class Journal:
         assert self._descriptor is not None
         text = json.dumps(entry, separators=(",", ":"))
         line = f"{crc32(text.encode()):08x} {text}\n".encode()
-        if self.progress.end + RESERVED_BYTES // 2 > self._reserved:  # space on the disk, if it can be reserved
+        if (
+            self.progress.end + RESERVED_BYTES // 2 > self._reserved
+        ):  # space on the disk, if it can be reserved
             allocate(self._descriptor, self.progress.end, RESERVED_BYTES)
             self._reserved = self.progress.end + RESERVED_BYTES
         count = 0

@@ -184,17 +184,12 @@ def opened(
 
     Bytes in `folder` that are not as recorded are written again; `on_lost` receives their number.
     """
-    _make_folders(plan, folder)
+    parents = {parent for file in plan.files for parent in PurePosixPath(file.path).parents}
+    for parent in sorted(parents - {PurePosixPath()}):
+        # Never create `folder` itself: if someone removed it, no part of it must reappear.
+        (folder / parent).mkdir(exist_ok=True)
     kept = check_kept(plan, folder, journal, share.threads)
     if kept.lost:
         on_lost(kept.lost)
     ledger = Ledger(every=True, passed=journal.progress.passed, most=share.ranges) if checksum else None
     return RunState(plan, folder, share, ledger, journal, on_bytes, kept.digests)
-
-
-def _make_folders(plan: Plan, folder: Path) -> None:
-    """Create the folders of all files of `plan` in `folder`."""
-    parents = {parent for file in plan.files for parent in PurePosixPath(file.path).parents}
-    for parent in sorted(parents - {PurePosixPath()}):
-        # Never create `folder` itself: if someone removed it, no part of it must reappear.
-        (folder / parent).mkdir(exist_ok=True)

@@ -10,8 +10,6 @@ module simulates the unpickler's stack, with only the weight of each object on i
 all its levels, one for anything else.
 """
 
-from __future__ import annotations
-
 import pickletools
 
 MAX_WEIGHT = 255

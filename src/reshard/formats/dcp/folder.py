@@ -71,7 +71,8 @@ STEP_FOLDER = re.compile(r"(?:(?:global_)?step|checkpoint)[_-]?(\d+)")
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder. Raises ReshardError naming all that is missing, damaged, or ambiguous."""
-    step = _step_of(path)
+    names = [folder.name for folder in (path.resolve(), path.resolve().parent)]
+    step = next((int(match[1]) for name in names if (match := STEP_FOLDER.fullmatch(name))), None)
     if iteration is not None and iteration != step:
         raise ReshardError(
             "dcp-iteration-mismatch",
@@ -85,11 +86,6 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         return _open(path, sources, step)
     except ReshardError as error:
         raise ReshardError(explained(error.problems, path.glob("*.distcp"))) from cause_of(error)
-
-
-def _step_of(path: Path) -> int | None:
-    names = [folder.name for folder in (path.resolve(), path.resolve().parent)]
-    return next((int(match[1]) for name in names if (match := STEP_FOLDER.fullmatch(name))), None)
 
 
 def _open(path: Path, sources: Sources, step: int | None) -> Checkpoint:
@@ -168,20 +164,17 @@ class _SortedKeys:
         self.prefix = ""
         self._candidates: dict[str, DcpTensor] = {}
         for key, tensor in metadata.tensors.items():
-            self._add(key, tensor)
+            rule = rule_of(key, NOT_WEIGHTS)
+            if rule == OPTIMIZER_STATES:
+                self.optimizer[key] = tensor
+            if not rule and not tensor.shape and SCALAR_PROGRESS.fullmatch(key):
+                rule = PROGRESS
+            if rule:
+                self.dropped[rule] += tensor.nbytes
+            else:
+                self._candidates[key] = tensor
         for key, chunk in metadata.objects.items():
             self.dropped[rule_of(key, NOT_WEIGHTS) or OTHER_OBJECTS] += chunk.length
-
-    def _add(self, key: str, tensor: DcpTensor) -> None:
-        rule = rule_of(key, NOT_WEIGHTS)
-        if rule == OPTIMIZER_STATES:
-            self.optimizer[key] = tensor
-        if not rule and not tensor.shape and SCALAR_PROGRESS.fullmatch(key):
-            rule = PROGRESS
-        if rule:
-            self.dropped[rule] += tensor.nbytes
-        else:
-            self._candidates[key] = tensor
 
     def weights(self, folder: Path) -> dict[str, DcpTensor]:
         """The tensors of the one model, by name. Raises ReshardError if there is none, or more than one."""

@@ -68,7 +68,11 @@ class SpecialTokens:
             for step in self._steps(tokenizer.get("post_processor")):
                 self._process(step)
         self._by_text(tokenizer.get("added_tokens") or [])
-        self._by_id(config)
+        text = config.get("text_config")
+        for role in self.roles:
+            key = f"{role}_token_id"
+            number = config.get(key)
+            self.put(role, text.get(key) if number is None and isinstance(text, Mapping) else number)
 
     def _fill(self, role: str, other: str) -> None:
         """Take the token of another role if this one has none."""
@@ -163,13 +167,6 @@ class SpecialTokens:
             text = content_of(self.settings.get(f"{role}_token"))
             if text is not None:
                 self.put(role, ids.get(text))
-
-    def _by_id(self, config: Json) -> None:
-        text = config.get("text_config")
-        for role in self.roles:
-            key = f"{role}_token_id"
-            number = config.get(key)
-            self.put(role, text.get(key) if number is None and isinstance(text, Mapping) else number)
 
     def put(self, role: str, number: Any) -> None:
         """Set the id of a role that has none yet, if it is the id of a token."""

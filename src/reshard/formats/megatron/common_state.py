@@ -50,10 +50,10 @@ def read_common(folder: Path, sources: Sources, metadata: DcpMetadata | None = N
         return _dict(read_torch_file(folder / COMMON_FILE, sources))
     objects = (metadata or read_metadata(folder / ".metadata", sources)).objects
     if chunk := objects.get(_OBJECT):
-        content = _object(chunk, sources)
+        content = object_in(chunk, sources)
         return _dict(content[0] if isinstance(content, list) and content else content)
     if is_torch_dcp(objects):
-        return {name: _object(objects[name], sources) for name in _ENTRIES if name in objects}
+        return {name: object_in(objects[name], sources) for name in _ENTRIES if name in objects}
     raise ReshardError(
         "torch-dist-file-missing",
         "a file of the checkpoint is missing",
@@ -87,7 +87,8 @@ def with_expert_before_module(name: str) -> str:
     return name
 
 
-def _object(chunk: DcpChunk, sources: Sources) -> Any:
+def object_in(chunk: DcpChunk, sources: Sources) -> Any:
+    """An object that a chunk has as a file of torch."""
     return read_torch_file(chunk.file, sources, chunk.offset, chunk.length)
 
 

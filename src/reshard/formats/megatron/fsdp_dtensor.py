@@ -26,11 +26,11 @@ from reshard.algebra.layout import SavedLayout
 from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor
-from reshard.containers.torchfiles.read import ChunkReader, read_torch_file, scalar
+from reshard.containers.torchfiles.read import ChunkReader, scalar
 from reshard.containers.torchfiles.untrusted import number_of
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.detection import FSDP_DTENSOR
-from reshard.formats.megatron.common_state import with_expert_before_module
+from reshard.formats.megatron.common_state import object_in, with_expert_before_module
 from reshard.formats.megatron.mcore import BELOW, is_carried, is_gated, unfused
 from reshard.formats.megatron.optimizer_states import MAX_VALUES, distributed_of
 from reshard.formats.optimizer import Adam
@@ -176,12 +176,12 @@ def read_optimizer(metadata: DcpMetadata, sources: Sources) -> Adam | None:
     try:
         groups: list[dict[str, Any]] = []
         for name in _one_of_each_kind(fields, metadata.tensors):
-            group = {field: _object(chunk, sources) for field, chunk in fields[name].items()}
+            group = {field: object_in(chunk, sources) for field, chunk in fields[name].items()}
             groups += [group] if group not in groups else []
         steps = groups[0]["step"] if "step" in groups[0] else _step(metadata.tensors, sources)
         steps = int(scalar(steps) if isinstance(steps, StoredTensor) else steps)
         schedule = {
-            key.removeprefix(_SCHEDULE): _object(chunk, sources)
+            key.removeprefix(_SCHEDULE): object_in(chunk, sources)
             for key, chunk in metadata.objects.items()
             if key.startswith(_SCHEDULE)
         }
@@ -219,7 +219,3 @@ def _step(tensors: Mapping[str, DcpTensor], sources: Sources) -> float:
         )
     finally:
         reader.close()
-
-
-def _object(chunk: DcpChunk, sources: Sources) -> Any:
-    return read_torch_file(chunk.file, sources, chunk.offset, chunk.length)

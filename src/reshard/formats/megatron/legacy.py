@@ -200,8 +200,9 @@ class LegacyReader:
         tensor = Tensor.stored(stored)
         for stored_as, part in self._global_names(rank, first, key, tensor):
             place = place_of(stored_as)
-            tied = stored_as == "output_layer.weight" and self._is_tied_copy(rank)
-            name = "embedding.word_embeddings.weight" if tied else stored_as
+            name = stored_as
+            if self._tied and name == "output_layer.weight" and 0 < rank.pp == self._layout.pp - 1:
+                name = "embedding.word_embeddings.weight"  # the last of several stages has a copy as its head
             shard = rank.tp if place.expert is None else self._etp[rank.tp, rank.ep]
             ranks = self._layout.tp if place.expert is None else self._layout.etp
             self.collected.add(name, key, part, self._split(name, part), shard, ranks)
@@ -210,10 +211,6 @@ class LegacyReader:
         """How a tensor was cut. Until 0.13, Transformer Engine also cut the down projections of latent attention."""
         latent = self._latent.get(name.rpartition(".linear_")[2], 0)
         return Split(0) if part.shape[0] < latent else split_of(name, self._gated)
-
-    def _is_tied_copy(self, rank: MegatronRank) -> bool:
-        """Whether a rank's head is a copy of the embedding, as on the last of several stages if they are tied."""
-        return self._layout.pp > 1 and rank.pp == self._layout.pp - 1 and self._tied
 
     def _global_names(
         self, rank: MegatronRank, first: int, key: str, tensor: Tensor

@@ -56,11 +56,6 @@ _LLAMA3 = {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_
 """Fields of Llama31Config that Megatron-Core fixes, under their names in a config.json."""
 
 
-def tokenizer_of(folder: Path) -> Path:
-    """The folder of the tokenizer that belongs to the weights in `folder`."""
-    return folder.parent / CONTEXT / TOKENIZER
-
-
 def read_model(folder: Path, sources: Sources) -> tuple[dict[str, Any], str | None] | None:
     """The fields of the model's config for the weights in `folder`, and its family, if the class has only one.
 

@@ -188,7 +188,10 @@ class JoiningFacts:
         numbers = {name: _numbers(name) for name in files}
         tensors = {name: dict(_tensors(content)) for name, content in files.items()}
         experts = {
-            key: tensor.shape[0] for key, tensor in _all_tensors(tensors) if key.endswith("mlp.router.weight")
+            key: tensor.shape[0]
+            for each in tensors.values()
+            for key, tensor in each.items()
+            if key.endswith("mlp.router.weight")
         }
         first, last = min(files, key=numbers.__getitem__), max(files, key=lambda name: numbers[name][1])
         # If one rank has both ends of the model, there is one stage: a second number is an expert rank.
@@ -213,10 +216,6 @@ def _tensors(content: Content) -> Iterator[tuple[str, StoredTensor]]:
         for key, value in chunk.items():
             if isinstance(value, StoredTensor):
                 yield key, value
-
-
-def _all_tensors(files: Mapping[str, Mapping[str, StoredTensor]]) -> Iterator[tuple[str, StoredTensor]]:
-    return (item for tensors in files.values() for item in tensors.items())
 
 
 def _expert_tensor_size(tp: int, ep: int, ranks: set[tuple[int, int]]) -> int:

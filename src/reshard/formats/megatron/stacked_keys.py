@@ -141,7 +141,11 @@ def _kind_of_keys(reader: _StackedReader) -> str:
 
 def _tokenizer_folders(folder: Path) -> Iterator[Path]:
     """The folders with the tokenizer of an iteration: Megatron-Bridge's, NeMo 2's, and NeMo 1's own folder."""
-    yield from (each for each in (folder / "tokenizer", nemo.tokenizer_of(folder)) if each.is_dir())
+    yield from (
+        each
+        for each in (folder / "tokenizer", folder.parent / nemo.CONTEXT / nemo.TOKENIZER)
+        if each.is_dir()
+    )
     if (folder.parent / nemo_1.CONFIG_FILE).is_file():
         yield folder.parent
 

@@ -60,7 +60,8 @@ def check_checkpoint(
             raise
         return [_damage(problem, path) for problem in error.problems], ""
     on_inspected(inspection)
-    findings = [_of_problem(problem, inspection) for problem in inspection.problems if not _lacks(problem)]
+    others = [each for each in inspection.problems if each.code not in (NO_CONFIG, NO_TOKENIZER)]
+    findings = [_of_problem(problem, inspection) for problem in others]
     findings += _missing(inspection, _tracked(path))
     try:
         findings += _trainability(inspection.checkpoint, installed)
@@ -109,11 +110,6 @@ def _damage(problem: Problem, path: Path) -> Finding:
         "problem": problem.code,
     }
     return rules.finding("checkpoint-damaged", [rules.place_of(problem, path)], values)
-
-
-def _lacks(problem: Problem) -> bool:
-    """Whether a problem is among those that `_missing` combines into one."""
-    return problem.code in (NO_CONFIG, NO_TOKENIZER)
 
 
 def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
 
-from reshard.base.data_files import read_data
+from reshard.base.data_files import data_beside
 from reshard.base.foreign_text import printable_line
 from reshard.base.languages import LANGUAGES, Text
 from reshard.runs.checks.finding import Finding
@@ -39,11 +37,8 @@ def _in_text(value: object, language: str) -> object:
     return value if isinstance(value, int | float) else printable_line(str(value))
 
 
-@lru_cache(maxsize=1)
-def _phrases() -> dict[str, dict[str, str]]:
-    """All phrases by name."""
-    content: dict[str, dict[str, str]] = read_data(Path(__file__).with_name("words.yaml"))
-    return content
+_phrases = data_beside(__file__, "words.yaml")
+"""All phrases by name."""
 
 
 def sentence(texts: Sequence[Text]) -> Text:

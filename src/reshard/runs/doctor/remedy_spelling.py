@@ -10,10 +10,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
-from reshard.base.data_files import read_data
+from reshard.base.data_files import data_beside
 from reshard.base.languages import Text
 from reshard.runs.checks.finding import Finding
 from reshard.runs.checks.precision import has_bfloat16
@@ -129,7 +127,4 @@ def tool_patterns() -> dict[str, re.Pattern[str]]:
     return {name: re.compile(tool["shows"], re.MULTILINE) for name, tool in tools.items() if "shows" in tool}
 
 
-@lru_cache(maxsize=1)
-def tool_settings() -> dict[str, Any]:
-    content: dict[str, Any] = read_data(Path(__file__).with_name("settings.yaml"))
-    return content
+tool_settings = data_beside(__file__, "settings.yaml")

@@ -1,7 +1,5 @@
 """The methods of TRL that a recipe can train with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

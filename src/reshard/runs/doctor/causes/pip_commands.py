@@ -1,12 +1,8 @@
 """How a package is installed: what pip calls it."""
 
-from __future__ import annotations
-
 import re
-from functools import lru_cache
-from pathlib import Path
 
-from reshard.base.data_files import read_data
+from reshard.base.data_files import data_beside
 
 
 def installed_for(module: str) -> str:
@@ -21,7 +17,4 @@ def imported_from(package: str) -> str:
     return next(named, package.replace("-", "_"))
 
 
-@lru_cache(maxsize=1)
-def _modules() -> dict[str, str]:
-    content: dict[str, str] = read_data(Path(__file__).with_name("modules.yaml"))
-    return content
+_modules = data_beside(__file__, "modules.yaml")

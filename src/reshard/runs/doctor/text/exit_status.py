@@ -1,7 +1,5 @@
 """How a process ended, in the words of launchers, shells and Python: an exit status, or a signal by number or name."""
 
-from __future__ import annotations
-
 import re
 import signal
 

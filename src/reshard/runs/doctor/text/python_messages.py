@@ -1,7 +1,5 @@
 """Python's own messages, by the exception that they belong to: people, loggers and lazy imports omit its name."""
 
-from __future__ import annotations
-
 import re
 
 _MESSAGES = {

@@ -1,23 +1,17 @@
 """Sentences of a message about its remedy: what to do, or which condition is not met."""
 
-from __future__ import annotations
-
 import re
 
 
 def asks(message: str) -> str:
     """The sentences of a message that say what to do; "" if there are none."""
-    return _those(message, _ASKS)
-
-
-def _those(message: str, pattern: re.Pattern[str]) -> str:
     sentences = re.split(r"(?<=[.!;])\s+|\n+", re.sub(r":\s*\n\s*", ": ", message))
     own = (
         each
         for each in map(str.strip, sentences)
         if not each.endswith(":") and not _REPORT.search(each) and not _OTHER_CASE.search(each)
     )
-    return " ".join(each for each in own if pattern.search(each))
+    return " ".join(each for each in own if _ASKS.search(each))
 
 
 _OTHER_CASE = re.compile(r"^\s*If you (?:tried|meant|intended|were trying)\b")

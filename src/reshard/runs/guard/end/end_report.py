@@ -13,17 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.base.later_imports import imported_later
 from reshard.runs.guard.options import GuardOptions
 from reshard.runs.guard.supervise.signal_passing import STOPPED, signal_name
 from reshard.runs.guard.supervise.supervision import CommandOutcome
 
-if TYPE_CHECKING:
+with imported_later(__name__):  # what explains a failure takes a second, and a good run needs none of this
     from rich.console import Console
 
-with imported_later(__name__):  # what explains a failure takes a second, and a good run needs none of this
     from reshard.base.errors import Problem, listed
     from reshard.base.foreign_text import printable_line
     from reshard.final.final_folder import (

@@ -161,7 +161,11 @@ class _Supervision:
                 self._tick()
                 due = time.monotonic() + TICK_SECONDS
         if self.outcome.stopped:
-            self._end_left()
+            # What outlives a launcher that the guard has ended: those of DeepSpeed and LLaMA-Factory do not wait.
+            self._send(signal.SIGTERM)
+            while any(map(self.tree.lives, self.processes)) and time.monotonic() < (self.deadline or 0):
+                self._wait(LAST_OUTPUT_SECONDS)
+            self._send(signal.SIGKILL)
         self._drain()
         self._read_lines()
         code = self.process.returncode
@@ -232,13 +236,6 @@ class _Supervision:
                 self.deadline = time.monotonic() + TERM_SECONDS
                 # An interactive shell ignores SIGTERM.
                 self.process.send_signal(signal.SIGHUP if self.relay.terminal else signal.SIGTERM)
-
-    def _end_left(self) -> None:
-        """End what outlives a launcher that the guard has ended: those of DeepSpeed and LLaMA-Factory do not wait."""
-        self._send(signal.SIGTERM)
-        while any(map(self.tree.lives, self.processes)) and time.monotonic() < (self.deadline or 0):
-            self._wait(LAST_OUTPUT_SECONDS)
-        self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
         for pid in filter(self.tree.lives, self.processes):
