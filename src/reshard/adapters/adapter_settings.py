@@ -139,13 +139,12 @@ def _is_endless(pattern: str) -> bool:
     return bool(re.search(r"\)[*+{]", pattern)) or repeats > REPEATS or pattern.count("?") > CHOICES
 
 
-def unknown_alpha(module: str | None = None, file: str | None = None) -> Problem:
+def unknown_alpha(module: str | None = None) -> Problem:
     """The error for an adapter whose alpha is not recorded."""
     return Problem(
         "lora-alpha-unknown",
         "lora_alpha is unknown",
         tensor=module,
-        file=file,
         rule="the change of an adapter is scaled by alpha/r, and the tensors only show r",
         expected=f"{ADAPTER_CONFIG} next to the weights, or a training config with lora_alpha",
         remedy="pass the alpha that the adapter was trained with: --lora-alpha N",

@@ -116,17 +116,6 @@ class ArgumentsError(ReshardError, TypeError):
     __str__ = Exception.__str__
 
 
-def set_twice(name: str, typed: Iterable[str], file: str | None = None) -> Problem:
-    """The problem of an option or key that is set to different values; `typed` is each of them as it was written."""
-    return Problem(
-        "option-given-twice",
-        f"{name} is set twice, to different values",
-        file=file,
-        found=", ".join(typed),
-        remedy="leave out one of them",
-    )
-
-
 @contextmanager
 def raising_also(problems: Sequence[Problem]) -> Iterator[None]:
     """Raise ReshardError with the problems of the block and these `problems`, so that one run shows all of them."""

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from reshard.base import values
-from reshard.base.errors import ReshardError, set_twice
+from reshard.base.errors import ReshardError
 from reshard.base.foreign_text import printable_line
 from reshard.base.options import COMMON, SECONDS, Option, options_of
 from reshard.base.values import Kind, words_of_seconds
@@ -32,7 +32,12 @@ class GroupedOption(click.Option):
         if values and not self.multiple:
             typed = dict.fromkeys(map(self._typed, values))
             if len(typed) > 1 and not ctx.resilient_parsing:
-                raise ReshardError(set_twice(self.opts[-1], typed))
+                raise ReshardError(
+                    "option-given-twice",
+                    f"{self.opts[-1]} is set twice, to different values",
+                    found=", ".join(typed),
+                    remedy="leave out one of them",
+                )
             opts = {**opts, str(self.name): values[-1]}
         return super().consume_value(ctx, opts)
 

@@ -63,9 +63,9 @@ def _entry(config: Mapping[str, Any], table: Table) -> tuple[str, Mapping[str, A
     return name or kind, models.get(name, {})
 
 
-def renamings(config: Mapping[str, Any], table: Table | None = None) -> tuple[Renaming, ...]:
+def renamings(config: Mapping[str, Any]) -> tuple[Renaming, ...]:
     """The rules by which transformers loads the Hub's weights of a config's model, in their order."""
-    table = table or _table()
+    table = _table()
     kind, entry = _entry(config, table)
     if not entry and "auto_map" in config:
         return ()  # code of its own, whose names are the same everywhere

@@ -91,11 +91,6 @@ class OptimizerContents:
     is_ordered: bool = False
 
     @property
-    def is_complete(self) -> bool:
-        """Whether a run can continue from it."""
-        return self.adam is not None and self.states.keys() >= {*MOMENTS}
-
-    @property
     def supported_states(self) -> States:
         """The states of Adam and of Muon, and masters. Others, such as AMSGrad's, are dropped."""
         known = (*MOMENTS, MOMENTUM, MASTER_STATE)

@@ -147,7 +147,7 @@ def _cell(path: str, file: _File, largest: int) -> Cell:
     return Cell(name, tuple(lines), "\n".join([printable_line(path), *lines]), file.nbytes / largest)
 
 
-def _runs(numbers: set[int], most: int = 4) -> str:
+def _runs(numbers: set[int]) -> str:
     """Numbers as ranges: 0–3, 8, 10–12."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
@@ -156,4 +156,4 @@ def _runs(numbers: set[int], most: int = 4) -> str:
         else:
             runs.append([number, number])
     texts = [str(a) if a == b else f"{a}–{b}" for a, b in runs]
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")

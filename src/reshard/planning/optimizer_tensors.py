@@ -12,7 +12,7 @@ from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.formats import written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import Format
-from reshard.formats.optimizer import MASTER_STATE, MOMENTUM, OPTIMIZER_STATES
+from reshard.formats.optimizer import MASTER_STATE, MOMENTS, MOMENTUM, OPTIMIZER_STATES
 from reshard.model.logical_tensors import LogicalTensor, LogicalTensors
 from reshard.planning.target_tensors import OutputTypes, sources_of
 
@@ -33,7 +33,7 @@ def refuse_unable(checkpoint: Checkpoint, format: Format) -> None:
             found=f"--to {format.name}",
             remedy=leave_out,
         )
-    if not checkpoint.optimizer.is_complete:
+    if checkpoint.optimizer.adam is None or not checkpoint.optimizer.states.keys() >= {*MOMENTS}:
         raise ReshardError(
             "optimizer-states-missing",
             "the checkpoint contains no optimizer states that can be converted",

@@ -82,11 +82,6 @@ class Candidate:
     """Codes of other candidates that this one knows better."""
 
     @property
-    def is_entry(self) -> bool:
-        """Whether its texts come from an entry, which computed candidates complete."""
-        return self.specificity in (Specificity.MESSAGE, Specificity.DISTINGUISHED)
-
-    @property
     def is_known(self) -> bool:
         """Whether it says why a run ended."""
         return self.specificity > Specificity.UNKNOWN and self.explains is not Explains.WARNING
@@ -210,7 +205,8 @@ def _completed(alike: list[Candidate]) -> Candidate:
     """The best of the candidates for one failure. What is computed completes an entry, if there is one."""
     best = alike[0]
     codes = tuple(dict.fromkeys(each.finding.code for each in alike if each.specificity > Specificity.KIND))
-    entry = next((each for each in alike if each.is_entry), None)
+    of_entries = (Specificity.MESSAGE, Specificity.DISTINGUISHED)
+    entry = next((each for each in alike if each.specificity in of_entries), None)
     if entry is None or best.specificity is Specificity.CONTENT:
         return replace(best, finding=_with(best.finding, codes))
     computed = [each.finding for each in alike if each.specificity > entry.specificity]
