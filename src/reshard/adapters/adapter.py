@@ -90,7 +90,7 @@ def read_adapter(checkpoint: Checkpoint, name: str | None = None, alpha: float |
     listing all; and for adapters of another kind than LoRA.
     """
     settings = find_settings(checkpoint, alpha)
-    raise_all(list(type_problems(settings)))
+    raise_all(type_problems(settings))
     parsed = {key: parse(key) for key in checkpoint.tensors}
     if grouped := [
         _grouped(key, tensor) for key, tensor in checkpoint.tensors.items() if _is_grouped(key, tensor)

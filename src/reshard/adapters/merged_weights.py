@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from reshard.adapters.blas import multiplied
-from reshard.adapters.peft_sums import MIN_ROWS, product, row_norms, with_squares
+from reshard.adapters.peft_sums import MIN_ROWS, product, row_norms
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Computed, InputReader, Tensor
 from reshard.transfer.elements import CAST_BYTES_EACH, RAW_DTYPES, as_float
@@ -155,7 +155,8 @@ class MergedWeight(Computed):
                     for first, last in self._within(*block):
                         part = changes[first - block[0] : last - block[0]]
                         weight, change = self._parts(first, last, part, read)
-                        squares = with_squares(squares, weight + change)
+                        rows_after = np.concatenate([squares[None], np.square(weight + change)])
+                        squares = np.add.reduce(rows_after, 0)  # row after row
                 self._column_norms = np.sqrt(squares)
             return self._column_norms
 

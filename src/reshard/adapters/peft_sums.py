@@ -53,9 +53,3 @@ def row_norms(values: Floats) -> Floats:
     lanes = np.add.reduce(squares[:, :whole].reshape(rows, -1, NORM_LANES), 1)
     sums = np.add.accumulate(np.concatenate([lanes, squares[:, whole:]], 1), 1)
     return np.sqrt(sums[:, -1])
-
-
-def with_squares(sums: Floats, values: Floats) -> Floats:
-    """`sums` [columns] plus the squares of `values` [rows, columns], row after row."""
-    total: Floats = np.add.reduce(np.concatenate([sums[None], np.square(values)]), 0)
-    return total

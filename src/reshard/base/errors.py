@@ -123,8 +123,7 @@ def raising_also(problems: Sequence[Problem]) -> Iterator[None]:
         yield
     except ReshardError as error:
         raise ReshardError(dict.fromkeys([*error.problems, *problems])) from cause_of(error)
-    if problems:
-        raise ReshardError(problems)
+    raise_all(problems)
 
 
 class RunFailedError(ReshardError):

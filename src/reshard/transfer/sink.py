@@ -80,7 +80,7 @@ class Sink:
             self._dirty += len(data)
             if self._durable and self._dirty >= WRITEBACK_BYTES:
                 self._dirty = 0
-                start_writeback(self._cached)
+                _sync_file_range(self._cached, 0, 0, 2)  # SYNC_FILE_RANGE_WRITE: starts it, and does not wait
 
     def flush(self) -> None:
         """Wait until the bytes written so far are on disk."""
@@ -181,8 +181,3 @@ def allocate(descriptor: int, offset: int, nbytes: int) -> None:
     size. Does nothing if the file system does not support it: `posix_fallocate` would write zeros instead.
     """
     _fallocate(descriptor, 1, offset, nbytes)  # FALLOC_FL_KEEP_SIZE
-
-
-def start_writeback(descriptor: int) -> None:
-    """Start writing dirty pages to disk, without waiting."""
-    _sync_file_range(descriptor, 0, 0, 2)  # SYNC_FILE_RANGE_WRITE

@@ -44,15 +44,7 @@ def _widths() -> tuple[list[int], dict[int, int], dict[int, int]]:
 _PUSHES, _COUNTED, _LINES = _widths()
 
 
-def check_opcodes(data: bytes) -> None:
-    """Raise ValueError if the pickle `data` requests more memory than it can fill, or sets a key that is too heavy.
-
-    If it ends early or has an unknown opcode, the unpickler reports that.
-    """
-    _StackMachine(data).run()
-
-
-class _StackMachine:
+class StackMachine:
     """The unpickler's stack, marks and memo, as weights."""
 
     def __init__(self, data: bytes) -> None:
@@ -63,7 +55,11 @@ class _StackMachine:
         self._put = 0  # number of used indices
 
     def run(self) -> None:
-        """Follow the pickle to its end. The most frequent opcodes come first: large pickles have millions of them."""
+        """Raise ValueError if the pickle requests more memory than it can fill, or sets a key that is too heavy.
+
+        If it ends early or has an unknown opcode, the unpickler reports that. The most frequent opcodes come first:
+        large pickles have millions of them.
+        """
         data, stack, memo, pushes, end = self._data, self._stack, self._memo, _PUSHES, len(self._data)
         at = 0
         while at < end:

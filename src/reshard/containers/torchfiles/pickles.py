@@ -275,7 +275,7 @@ def loads(
     """
     sealed = sealed or Immutable()
     try:
-        opcodes.check_opcodes(data)
+        opcodes.StackMachine(data).run()
         content = _Unpickler(data, file, rebuild or {}, persistent_load, sealed).load()
         intact = sealed.intact()
     except ReshardError:

@@ -46,7 +46,7 @@ def guarded(
     environment = start_environment()
     as_started(words, environment, here)
     command = read_command(words, environment, here)
-    raise_all(list(of_options(options, command)))
+    raise_all(of_options(options, command))
     if command.node_rank:
         options = replace(options, final=None)  # node 0 makes it
     checked = _checked(command, GuardScreen(quiet=quiet)) if options.check else Checked()

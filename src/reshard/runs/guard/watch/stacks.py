@@ -29,11 +29,11 @@ _COLLECTIVES = re.compile(
 _BACKWARD = "_engine_run_backward"
 """The function of torch that runs a backward pass in C++. DDP reduces its gradients inside of it."""
 _LIBRARY = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/|^<")
-_SERVICE = re.compile(
+SERVICE = re.compile(
     r"/(?:socket|ssl|http/client)\.py$|/(?:urllib3|requests|httpx|httpcore|aiohttp|grpc|ray|filelock)/"
 )
 """Files of calls that wait for a server, such as vLLM's or the Hub's, for Ray's other machines, or for a lock."""
-_LOADER = re.compile(r"/torch/utils/data/dataloader\.py$")
+LOADER = re.compile(r"/torch/utils/data/dataloader\.py$")
 _NEAR = 8
 """Innermost calls that show what a process waits for."""
 _BY_HAND = re.compile(r"/(?:pdb|bdb|getpass)\.py$|/(?:IPython|ptpython|pudb|debugpy)/")
@@ -86,15 +86,9 @@ class Stack:
         """Whether a person is asked for something: by a debugger, or for a password."""
         return any(_BY_HAND.search(frame.file) for frame in self.frames)
 
-    @property
-    def asks_service(self) -> bool:
-        """Whether it waits for something outside of the run, which may take long."""
-        return any(_SERVICE.search(frame.file) for frame in self.frames[:_NEAR])
-
-    @property
-    def asks_loader(self) -> bool:
-        """Whether it waits for its data loader."""
-        return any(_LOADER.search(frame.file) for frame in self.frames[:_NEAR])
+    def asks(self, whom: re.Pattern[str]) -> bool:
+        """Whether it waits for `SERVICE`, outside of the run, which may take long, or for its data `LOADER`."""
+        return any(whom.search(frame.file) for frame in self.frames[:_NEAR])
 
     @property
     def place(self) -> str:

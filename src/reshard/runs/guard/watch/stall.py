@@ -18,7 +18,7 @@ from reshard.base.errors import Problem
 from reshard.runs.guard.options import GuardOptions
 from reshard.runs.guard.watch.flight_recorder import ask_for_dumps, described, read_dumps
 from reshard.runs.guard.watch.process_tree import Process, Processes, below, ranks_of
-from reshard.runs.guard.watch.stacks import Stack
+from reshard.runs.guard.watch.stacks import LOADER, SERVICE, Stack
 from reshard.runs.guard.watch.trainer_progress import TrainerProgress
 from reshard.runs.guard.watch.watcher import Notice, Watcher
 
@@ -188,7 +188,7 @@ class StallWatcher(Watcher):
         gone = {
             rank for rank, pid in self._pids.items() if pid not in processes or processes[pid].state == "Z"
         }
-        asking = {rank for rank, stack in stacks.items() if stack.asks_service}
+        asking = {rank for rank, stack in stacks.items() if stack.asks(SERVICE)}
         return StandingRanks(stacks, waiting - gone, idle - waiting - asking - gone, gone, asking)
 
     def _stands_still(
@@ -244,7 +244,7 @@ class StallWatcher(Watcher):
         """What a worker does for each rank that waits for its data loader."""
         for rank in sorted(look.idle):
             workers = [each for each in below(ranks[rank].pid, processes) if each.pid != ranks[rank].pid]
-            if workers and look.stacks[rank].asks_loader:
+            if workers and look.stacks[rank].asks(LOADER):
                 stack = self.read_stack(workers[0])
                 yield f"its data loader: {stack.place} (by {stack.source}), process {workers[0].pid}"
 
