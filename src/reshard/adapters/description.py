@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ MODULES_SHOWN = 12
 _LAYER = re.compile(r"^.*\blayers\.\d+\.(self_attn\.)?|\.base_layer$")
 
 
-def notes(adapter: Adapter) -> list[str]:
+def notes(adapter: Adapter) -> Iterator[str]:
     """Notes on rank, alpha, the changed modules, and the base."""
     settings = adapter.settings
     alpha = settings.alpha("")
@@ -25,16 +26,15 @@ def notes(adapter: Adapter) -> list[str]:
     noted = [settings.config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
     ranks = ", ".join(dict.fromkeys(map(str, noted if settings.written else adapter.ranks)))
     targets = sorted({_LAYER.sub("", module) for module in adapter.pairs})
-    texts = [f"LoRA of rank {ranks}, {known}, on {listed(targets, MODULES_SHOWN)}"]
+    yield f"LoRA of rank {ranks}, {known}, on {listed(targets, MODULES_SHOWN)}"
     if any(pair.magnitude is not None for pair in adapter.pairs.values()):
-        texts.append("with magnitudes of its own (DoRA)")
+        yield "with magnitudes of its own (DoRA)"
     if adapter.whole:
-        texts.append(f"trained whole: {listed(sorted(adapter.whole), MODULES_SHOWN)}")
+        yield f"trained whole: {listed(sorted(adapter.whole), MODULES_SHOWN)}"
     if adapter.base:
-        texts.append(f"{len(adapter.base)} weights of the base are stored with it")
+        yield f"{len(adapter.base)} weights of the base are stored with it"
     if settings.base:
-        texts.append(f"the base was {settings.base}{'' if settings.base_is_here else ', which is not here'}")
-    return texts
+        yield f"the base was {settings.base}{'' if settings.base_is_here else ', which is not here'}"
 
 
 def warnings(adapter: Adapter) -> list[Problem]:

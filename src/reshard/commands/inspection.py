@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -172,7 +173,7 @@ def inspect_checkpoint(
     absent: list[Problem] = []
     try:
         derived = checkpoint.description.config is not None or (model is not None and base is None)
-        absent = _companion_problems(checkpoint, has_config or derived)
+        absent = [*_companion_problems(checkpoint, has_config or derived)]
         problems += absent
     except ReshardError as error:
         problems = list(dict.fromkeys([*problems, *error.problems]))
@@ -258,32 +259,26 @@ def _declared_type(checkpoint: Checkpoint) -> str | None:
     return str(config["model_type"]) if config and "model_type" in config else None
 
 
-def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Problem]:
+def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> Iterator[Problem]:
     """What is missing next to the weights, unless the engine's own config contains what `config.json` would."""
     companions = checkpoint.companions()
     check_companions(companions)
-    problems = []
     if not has_config:
-        problems.append(
-            Problem(
-                NO_CONFIG,
-                "config.json not found next to the weights",
-                file=str(checkpoint.description.folder),
-                severity="warning",
-                remedy="name the Hugging Face folder that training started from: reshard convert SRC DST --base DIR",
-            )
+        yield Problem(
+            NO_CONFIG,
+            "config.json not found next to the weights",
+            file=str(checkpoint.description.folder),
+            severity="warning",
+            remedy="name the Hugging Face folder that training started from: reshard convert SRC DST --base DIR",
         )
     if not companions.has_tokenizer:
-        problems.append(
-            Problem(
-                NO_TOKENIZER,
-                "tokenizer not found next to the weights",
-                file=str(checkpoint.description.folder),
-                severity="warning",
-                remedy="name the Hugging Face folder that training started from: reshard convert SRC DST --base DIR",
-            )
+        yield Problem(
+            NO_TOKENIZER,
+            "tokenizer not found next to the weights",
+            file=str(checkpoint.description.folder),
+            severity="warning",
+            remedy="name the Hugging Face folder that training started from: reshard convert SRC DST --base DIR",
         )
-    return problems
 
 
 def _other_ranks(checkpoint: Checkpoint, path: Path) -> list[str]:

@@ -243,42 +243,36 @@ def _chunks(metadata: DcpMetadata) -> Iterator[tuple[str, DcpChunk]]:
     yield from metadata.objects.items()
 
 
-def _file_problems(folder: Path, metadata: DcpMetadata) -> list[Problem]:
+def _file_problems(folder: Path, metadata: DcpMetadata) -> Iterator[Problem]:
     """Problems of files that are missing, or too short for their chunks."""
     needed: dict[str, tuple[int, str]] = {}
     for key, chunk in _chunks(metadata):
         end = chunk.offset + chunk.length
         if end > needed.get(chunk.file, (-1, ""))[0]:
             needed[chunk.file] = end, key
-    problems = []
     for file, (end, key) in sorted(needed.items()):
         try:
             size = as_path(file).stat().st_size
         except OSError as error:
-            problems.append(
-                Problem(
-                    "dcp-file-missing",
-                    "a file of the checkpoint is missing",
-                    file=file,
-                    rule="every file named in .metadata exists",
-                    found=error.strerror,
-                    remedy=f"copy it from the node that wrote it into {folder}",
-                )
+            yield Problem(
+                "dcp-file-missing",
+                "a file of the checkpoint is missing",
+                file=file,
+                rule="every file named in .metadata exists",
+                found=error.strerror,
+                remedy=f"copy it from the node that wrote it into {folder}",
             )
             continue
         if size < end:
-            problems.append(
-                Problem(
-                    "dcp-file-truncated",
-                    "a file of the checkpoint was cut short",
-                    tensor=key,
-                    file=file,
-                    expected=f"at least {end} bytes",
-                    found=f"{size} bytes",
-                    remedy="copy or download the file again",
-                )
+            yield Problem(
+                "dcp-file-truncated",
+                "a file of the checkpoint was cut short",
+                tensor=key,
+                file=file,
+                expected=f"at least {end} bytes",
+                found=f"{size} bytes",
+                remedy="copy or download the file again",
             )
-    return problems
 
 
 def write_metadata(metadata: DcpMetadata) -> bytes:

@@ -111,7 +111,7 @@ def outer_rules(
     *,
     rows: int | None = None,
     change: ReversibleStep | None = None,
-) -> Block:
+) -> Iterator[Rule]:
     """Embedding, head and final norm by their names on the other side, and the padding of tables of `rows` rows.
 
     `change` is that of the embedding.
@@ -119,16 +119,15 @@ def outer_rules(
     rows = rows or dims.vocab
     table = native(embedding, rows, dims.hidden)
     own = table if dims.tied else native(head, rows, dims.hidden)
-    rules = [
+    yield from [
         Rule("model.embed_tokens.weight", table[: dims.vocab], change=change),
         Rule("lm_head.weight", own[: dims.vocab], copy=dims.tied, written=not dims.tied),
         same("model.norm.weight", norm, dims.hidden),
     ]
     if rows > dims.vocab:
-        rules.append(Rule("", table[dims.vocab :], reason="vocabulary padding", change=change))
+        yield Rule("", table[dims.vocab :], reason="vocabulary padding", change=change)
         if not dims.tied:
-            rules.append(Rule("", own[dims.vocab :], reason="vocabulary padding"))
-    return rules
+            yield Rule("", own[dims.vocab :], reason="vocabulary padding")
 
 
 def norms(dims: Dims) -> Block:

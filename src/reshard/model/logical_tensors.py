@@ -122,7 +122,7 @@ def logical_tensors(source: ResolvedCheckpoint) -> LogicalTensors:
     if checkpoint.has_hub_names:
         _check(checkpoint, binding.hf, {**binding.copies, **binding.unread})
         if checkpoint.quantization:  # its parts keep their names
-            return LogicalTensors(checkpoint, _as_stored(checkpoint), _copies(checkpoint, binding))
+            return LogicalTensors(checkpoint, _as_stored(checkpoint), [*_copies(checkpoint, binding)])
         logical = {
             name: LogicalTensor(checkpoint.tensors[name].dtype, bound.shape, None)
             for name, bound in (*binding.written(), *binding.unread.items())
@@ -152,20 +152,16 @@ def _as_stored(checkpoint: Checkpoint) -> dict[str, LogicalTensor]:
     }
 
 
-def _zeros(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
+def _zeros(checkpoint: Checkpoint, binding: Binding) -> Iterator[Replica]:
     """An engine's tensors without an equivalent on the Hub, which must therefore be zeros if anything reads them."""
-    result = []
     for name, bound in binding.native.items():
         reason = next(bound.sources)
         if not isinstance(reason, DroppedElements) or reason.reason == NEVER_READ:
             continue
         if all(source == reason for source in bound.sources):
-            result.append(
-                _must_be_zeros(
-                    name, checkpoint.tensors[name], f"{reason.reason}: they can be left out if they are zeros"
-                )
+            yield _must_be_zeros(
+                name, checkpoint.tensors[name], f"{reason.reason}: they can be left out if they are zeros"
             )
-    return result
 
 
 def _repeats(checkpoint: Checkpoint, binding: Binding) -> Iterator[Replica]:
@@ -228,9 +224,8 @@ def _tied_copy(name: str, first: Tensor, again: str, second: Tensor) -> Replica:
     )
 
 
-def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
+def _copies(checkpoint: Checkpoint, binding: Binding) -> Iterator[Replica]:
     """Tensors of a Hugging Face checkpoint that duplicate others."""
-    result = []
     quantized = checkpoint.quantization.weights.keys() if checkpoint.quantization else set()
     for name in sorted(checkpoint.tensors.keys() & binding.copies.keys()):
         native = next(binding.copies[name].sources)
@@ -239,10 +234,9 @@ def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
             continue  # each was rounded on its own
         first, second = checkpoint.tensors[str(original)], checkpoint.tensors[name]
         if name == HEAD:
-            result.append(_tied_copy(str(original), first, name, second))
+            yield _tied_copy(str(original), first, name, second)
         else:
-            result.append(Replica(name, first, second, f"this is a second copy of {original}"))
-    return result
+            yield Replica(name, first, second, f"this is a second copy of {original}")
 
 
 def _head_missing(checkpoint: Checkpoint, name: str) -> Problem:

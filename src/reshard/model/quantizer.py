@@ -233,7 +233,7 @@ def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -
     )
     kinds = {(is_expert(t.name), t.dtype, t.shape): t.name for t in weights}
     need = most(storage.need({(dtype, shape): name}) for (_, dtype, shape), name in kinds.items())
-    return QuantizedTensors(stored, settings, _notes(how, storage, weights), need)
+    return QuantizedTensors(stored, settings, [*_notes(how, storage, weights)], need)
 
 
 def _is_odd(weight: Planned, blocks: tuple[int, int]) -> bool:
@@ -246,16 +246,15 @@ def _is_cut(size: int, block: int) -> bool:
     return size > block and size % block > 0
 
 
-def _notes(how: str, storage: QuantizedStorage | Nvfp4, chosen: list[Planned]) -> list[str]:
-    notes = [f"{len(chosen)} weights are quantized to {how}"]
+def _notes(how: str, storage: QuantizedStorage | Nvfp4, chosen: list[Planned]) -> Iterator[str]:
+    yield f"{len(chosen)} weights are quantized to {how}"
     tall, wide = storage.blocks
     alike = [t for t in chosen if storage.of(t.name).blocks == storage.blocks]
     if edges := [t.name for t in alike if _is_cut(t.shape[-2], tall) or _is_cut(t.shape[-1], wide)]:
-        notes.append(
+        yield (
             f"{listed(edges, 1)}: the last block is smaller than {tall} × {wide}, as in DeepSeek's own folders; "
             "transformers 5.23 cannot dequantize it on a CPU"
         )
-    return notes
 
 
 def _settings(how: str, blocks: tuple[int, int], others: Iterable[Planned]) -> dict[str, Any]:

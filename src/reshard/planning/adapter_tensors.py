@@ -95,7 +95,7 @@ def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, 
     rank = _rank(changes, request.layout)
     settings = _settings(adapter, changes, rank)
     request = replace(request, tensors=_as_linears(changes, rank, types), adapter=settings)
-    return request, base, _notes(changes, settings)
+    return request, base, [*_notes(changes, settings)]
 
 
 def _as_peft(adapter: adapters.Adapter, *, with_base: bool) -> Iterator[tuple[str, Tensor]]:
@@ -169,17 +169,16 @@ def _settings(adapter: adapters.Adapter, changes: Mapping[str, LinearChange], ra
     }
 
 
-def _notes(changes: Mapping[str, LinearChange], settings: Mapping[str, Any]) -> list[str]:
+def _notes(changes: Mapping[str, LinearChange], settings: Mapping[str, Any]) -> Iterator[str]:
     linears = ", ".join(settings["target_modules"])
-    notes = [
+    yield (
         f"the adapter alone, for Megatron-Bridge: LoRA(target_modules=[{linears}], dim={settings['dim']}, "
         f"alpha={settings['alpha']}); --merge puts it into its base"
-    ]
+    )
     if not all(linear.shared for linear in changes.values()):
-        notes.append(
+        yield (
             "projections of a fused linear have a lora_A of their own: they stand block by block in one pair of "
             f"rank {settings['dim']}, with zeros between; alpha grows with the rank, and alpha/r stays"
         )
     elif any(linear.rank < settings["dim"] for linear in changes.values()):
-        notes.append(f"pairs of a lower rank are filled up with zeros to rank {settings['dim']}")
-    return notes
+        yield f"pairs of a lower rank are filled up with zeros to rank {settings['dim']}"

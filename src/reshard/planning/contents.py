@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.algebra.tensors import Replica
@@ -73,7 +73,7 @@ def _of_model(source: PreparedSource, request: Request) -> Contents:
         checkpoint.parameters if checkpoint.quantization else elements(tensors),
         dropped,
         _replicas(logical, dropped, options.with_optimizer),
-        _notes(source, logical, types),
+        [*_notes(source, logical, types)],
         MemoryNeed.of(checkpoint.tensors),
         frozenset(left),
     )
@@ -127,20 +127,18 @@ def _replicas(logical: LogicalTensors, dropped: Counter[str], with_optimizer: bo
     return [*logical.replicas, *(logical.checkpoint.optimizer.proof() if uses_states else ())]
 
 
-def _notes(source: PreparedSource, logical: LogicalTensors, types: OutputTypes) -> list[str]:
+def _notes(source: PreparedSource, logical: LogicalTensors, types: OutputTypes) -> Iterator[str]:
     """What users should know of states and dtypes."""
     options, target, checkpoint = source.options, source.target, logical.checkpoint
-    notes = []
     states = checkpoint.optimizer.states
     if options.with_optimizer and MASTER_STATE in states and MASTER_STATE not in target.states:
-        notes.append("the fp32 masters are optimizer states too; --dtype float32 makes them the weights")
+        yield "the fp32 masters are optimizer states too; --dtype float32 makes them the weights"
     if checkpoint.quantization and not (
         checkpoint.quantization.settings or settings_of(source.resolved.config)
     ):
-        notes.append(UNTOLD)
+        yield UNTOLD
     if target.dtypes.only and not options.dtype:
-        notes += recast(source.format.name, logical, types)
-    return notes
+        yield from recast(source.format.name, logical, types)
 
 
 def _quantized_contents(contents: Contents) -> Contents:

@@ -133,20 +133,19 @@ def _named_norms(dims: Dims, **names: str) -> Block:
 _norms = partial(_named_norms, input_layernorm="attn_norm", post_attention_layernorm="ffn_norm")
 
 
-def _attention(dims: Dims, *, interleaved: bool = False) -> Block:
-    rules = [same("self_attn.o_proj.weight", "attn_output.weight", dims.hidden, dims.heads * dims.head_dim)]
+def _attention(dims: Dims, *, interleaved: bool = False) -> Iterator[Rule]:
+    yield same("self_attn.o_proj.weight", "attn_output.weight", dims.hidden, dims.heads * dims.head_dim)
     for name, heads in (("q", dims.heads), ("k", dims.groups), ("v", dims.groups)):
         for kind, inner in (("weight", (dims.hidden,)), *((("bias", ()),) if dims.qkv_bias else ())):
             rows = native(f"attn_{name}.{kind}", heads * dims.head_dim, *inner)
             view = heads_in_halves(rows, dims, interleaved and name != "v")
-            rules.append(Rule(f"self_attn.{name}_proj.{kind}", view))
+            yield Rule(f"self_attn.{name}_proj.{kind}", view)
     if dims.output_bias:
-        rules.append(same("self_attn.o_proj.bias", "attn_output.bias", dims.hidden))
+        yield same("self_attn.o_proj.bias", "attn_output.bias", dims.hidden)
     if dims.qk_norm:
-        rules += [
+        yield from [
             same(f"self_attn.{each}_norm.weight", f"attn_{each}_norm.weight", dims.head_dim) for each in "qk"
         ]
-    return rules
 
 
 def _attention_of_all_heads(dims: Dims) -> Block:
@@ -201,20 +200,19 @@ def _gated(dims: Dims, ffn: int, hf: str, suffix: str) -> Block:
 
 def _experts(
     dims: Dims, hf: str = "mlp", names: tuple[str, ...] = GATED, shared: str = "shared_experts"
-) -> Block:
+) -> Iterator[Rule]:
     """The router, the experts stacked as [experts, outputs, inputs], and a shared expert if the model has one."""
     shapes = ((dims.expert_ffn, dims.hidden), (dims.expert_ffn, dims.hidden), (dims.hidden, dims.expert_ffn))
-    rules = [same(f"{hf}.gate.weight", "ffn_gate_inp.weight", dims.experts, dims.hidden)]
+    yield same(f"{hf}.gate.weight", "ffn_gate_inp.weight", dims.experts, dims.hidden)
     for name, own, shape in zip(names, FFN, shapes, strict=True):
         stacked = native(f"{own}_exps.weight", dims.experts, *shape)
-        rules += [
+        yield from [
             Rule(f"{hf}.experts.{expert}.{name}.weight", stacked[expert]) for expert in range(dims.experts)
         ]
     if dims.router_bias:
-        rules.append(same(f"{hf}.gate.e_score_correction_bias", "exp_probs_b.bias", dims.experts))
+        yield same(f"{hf}.gate.e_score_correction_bias", "exp_probs_b.bias", dims.experts)
     if dims.shared_ffn:
-        rules += _gated(dims, dims.shared_ffn, f"{hf}.{shared}", "_shexp")
-    return rules
+        yield from _gated(dims, dims.shared_ffn, f"{hf}.{shared}", "_shexp")
 
 
 def _in_turn(dims: Dims, kind: str, *inner: int) -> View:

@@ -132,9 +132,9 @@ def _kernel(hf: str, own: str, inputs: Iterable[int], outputs: Iterable[int]) ->
     return Rule(f"{hf}.weight", _transposed_kernel(native(f"{own}.kernel", *shape, *outputs), prod(shape)))
 
 
-def _attention(dims: Dims, *, divided: bool = False, interleaved: bool = False) -> Block:
+def _attention(dims: Dims, *, divided: bool = False, interleaved: bool = False) -> Iterator[Rule]:
     by = ReversibleStep(Step(times=sqrt(dims.head_dim)), Step(times=1 / sqrt(dims.head_dim)), rounds=True)
-    rules = [_kernel("self_attn.o_proj", "self_attention.out", (dims.heads, dims.head_dim), (dims.hidden,))]
+    yield _kernel("self_attn.o_proj", "self_attention.out", (dims.heads, dims.head_dim), (dims.hidden,))
     for name, own, heads in (
         ("q", "query", dims.heads),
         ("k", "key", dims.groups),
@@ -143,17 +143,12 @@ def _attention(dims: Dims, *, divided: bool = False, interleaved: bool = False) 
         kernel = native(f"self_attention.{own}.kernel", dims.hidden, heads, dims.head_dim)
         view = in_halves(kernel, 2) if interleaved and name != "v" else kernel
         change = by if divided and name == "q" else None
-        rules.append(
-            Rule(f"self_attn.{name}_proj.weight", _transposed_kernel(view, dims.hidden), change=change)
-        )
+        yield Rule(f"self_attn.{name}_proj.weight", _transposed_kernel(view, dims.hidden), change=change)
         if dims.qkv_bias:
             bias = native(f"self_attention.{own}.bias", heads, dims.head_dim)
-            rules.append(Rule(f"self_attn.{name}_proj.bias", bias.merge(0)))
+            yield Rule(f"self_attn.{name}_proj.bias", bias.merge(0))
         if dims.qk_norm and name != "v":
-            rules.append(
-                same(f"self_attn.{name}_norm.weight", f"self_attention.{own}_norm.scale", dims.head_dim)
-            )
-    return rules
+            yield same(f"self_attn.{name}_norm.weight", f"self_attention.{own}_norm.scale", dims.head_dim)
 
 
 def _latent_attention(dims: Dims) -> Block:
@@ -187,16 +182,15 @@ def _gated(dims: Dims, ffn: int, hf: str, own: str) -> Block:
     ]
 
 
-def _experts(dims: Dims, own: str, hf: str = "mlp", names: tuple[str, ...] = GATED) -> Block:
+def _experts(dims: Dims, own: str, hf: str = "mlp", names: tuple[str, ...] = GATED) -> Iterator[Rule]:
     """The router, and the experts stacked as [experts, inputs, outputs]."""
     shapes = ((dims.hidden, dims.expert_ffn), (dims.hidden, dims.expert_ffn), (dims.expert_ffn, dims.hidden))
-    rules = [_kernel(f"{hf}.gate", f"{own}.gate", (dims.hidden,), (dims.experts,))]
+    yield _kernel(f"{hf}.gate", f"{own}.gate", (dims.hidden,), (dims.experts,))
     for name, wi, shape in zip(names, WI, shapes, strict=True):
         stacked = native(f"{own}.{wi}", dims.experts, *shape)
-        rules += [
+        yield from [
             Rule(f"{hf}.experts.{expert}.{name}.weight", stacked[expert].permute(1, 0))
             for expert in range(dims.experts)
         ]
     if dims.router_bias:
-        rules.append(same(f"{hf}.gate.e_score_correction_bias", f"{own}.gate.bias", dims.experts))
-    return rules
+        yield same(f"{hf}.gate.e_score_correction_bias", f"{own}.gate.bias", dims.experts)

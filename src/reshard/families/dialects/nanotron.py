@@ -43,21 +43,18 @@ DIALECTS: Mapping[str, Rules] = {
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-def _attention(dims: Dims, *, interleaved: bool) -> Block:
+def _attention(dims: Dims, *, interleaved: bool) -> Iterator[Rule]:
     rows = dims.heads * dims.head_dim
-    attention = [same("self_attn.o_proj.weight", "attn.o_proj.weight", dims.hidden, rows)]
+    yield same("self_attn.o_proj.weight", "attn.o_proj.weight", dims.hidden, rows)
     for kind, inner in (("weight", (dims.hidden,)), *((("bias", ()),) if dims.qkv_bias else ())):
         fused = native(QKV + kind, dims.qkv_rows, *inner)
         begin = 0
         for name, heads in (("q", dims.heads), ("k", dims.groups), ("v", dims.groups)):
             view = fused[begin : begin + heads * dims.head_dim]
             begin += heads * dims.head_dim
-            attention.append(
-                Rule(
-                    f"self_attn.{name}_proj.{kind}", heads_in_halves(view, dims, interleaved and name != "v")
-                )
+            yield Rule(
+                f"self_attn.{name}_proj.{kind}", heads_in_halves(view, dims, interleaved and name != "v")
             )
-    return attention
 
 
 def _mlp(dims: Dims, ffn: int, name: str = "mlp") -> Block:
@@ -69,21 +66,20 @@ def _mlp(dims: Dims, ffn: int, name: str = "mlp") -> Block:
     ]
 
 
-def _experts(dims: Dims) -> Block:
+def _experts(dims: Dims) -> Iterator[Rule]:
     both = native("mlp.experts.merged_gate_up_proj", dims.experts, dims.hidden, 2 * dims.expert_ffn).permute(
         0, 2, 1
     )
     down = native("mlp.experts.merged_down_proj", dims.experts, dims.expert_ffn, dims.hidden).permute(0, 2, 1)
-    experts = [
+    yield from [
         same("mlp.gate.weight", "mlp.router.weight", dims.experts, dims.hidden),
         *_mlp(dims, dims.shared_ffn, "mlp.shared_expert"),
         same("mlp.shared_expert_gate.weight", "mlp.shared_expert_gate.weight", 1, dims.hidden),
     ]
     for expert in range(dims.experts):
         name = f"mlp.experts.{expert}"
-        experts += [
+        yield from [
             Rule(f"{name}.gate_proj.weight", both[expert, : dims.expert_ffn]),
             Rule(f"{name}.up_proj.weight", both[expert, dims.expert_ffn :]),
             Rule(f"{name}.down_proj.weight", down[expert]),
         ]
-    return experts

@@ -112,17 +112,16 @@ def _norms(dims: Dims) -> Block:
     ]
 
 
-def _attention(dims: Dims, *, interleaved: bool = False) -> Block:
-    rules = [same("self_attn.o_proj.weight", "attention.wo.weight", dims.hidden, dims.heads * dims.head_dim)]
+def _attention(dims: Dims, *, interleaved: bool = False) -> Iterator[Rule]:
+    yield same("self_attn.o_proj.weight", "attention.wo.weight", dims.hidden, dims.heads * dims.head_dim)
     for hf, titan, heads in (("q", "wq", dims.heads), ("k", "wk", dims.groups), ("v", "wv", dims.groups)):
         for kind, inner in (("weight", (dims.hidden,)), *((("bias", ()),) if dims.qkv_bias else ())):
             rows = native(f"attention.qkv_linear.{titan}.{kind}", heads * dims.head_dim, *inner)
             view = _halves(rows, heads) if interleaved and hf != "v" else rows
-            rules.append(Rule(f"self_attn.{hf}_proj.{kind}", view))
+            yield Rule(f"self_attn.{hf}_proj.{kind}", view)
     if dims.qk_norm:
-        rules.append(same("self_attn.q_norm.weight", "attention.q_norm.weight", dims.head_dim))
-        rules.append(same("self_attn.k_norm.weight", "attention.k_norm.weight", dims.head_dim))
-    return rules
+        yield same("self_attn.q_norm.weight", "attention.q_norm.weight", dims.head_dim)
+        yield same("self_attn.k_norm.weight", "attention.k_norm.weight", dims.head_dim)
 
 
 _LATENT_NAMES = {

@@ -320,14 +320,11 @@ class OlmoModel:
         tokens = {f"{which}_token_id": tokenizer.get(f"{which}_token_id") for which in ("bos", "eos", "pad")}
         return {"max_position_embeddings": length, **tokens} if length else tokens
 
-    def notes(self) -> list[str]:
+    def notes(self) -> Iterator[str]:
         """What users should know."""
-        notes = [f"config.json is derived from that of OLMo-core, as {self.model_type}"]
+        yield f"config.json is derived from that of OLMo-core, as {self.model_type}"
         if self.moe and not self.is_dropless:
-            notes.append(
-                "experts of OLMo-core may drop tokens beyond their capacity; those of the Hub drop none"
-            )
-        return notes
+            yield "experts of OLMo-core may drop tokens beyond their capacity; those of the Hub drop none"
 
 
 _ARCHITECTURES = {
