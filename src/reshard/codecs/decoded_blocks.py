@@ -108,7 +108,7 @@ class DequantizedWeight(Computed):
     ) -> None:
         self.inputs = (packed, scales, *more)
         self.dtype = arithmetic.dtype
-        self._arithmetic = arithmetic
+        self._arithmetic, self._blocks, self._items = arithmetic, arithmetic.blocks, arithmetic.items
 
     def values(self, begin: int, end: int, read: InputReader) -> Floats:
         columns = self._blocks.columns
@@ -131,14 +131,6 @@ class DequantizedWeight(Computed):
         return (
             self._arithmetic.memory_for_rows(count, length + 2 * unit) + count * length * self.dtype.itemsize
         )
-
-    @property
-    def _blocks(self) -> BlockGrid:
-        return self._arithmetic.blocks
-
-    @property
-    def _items(self) -> int:
-        return self._arithmetic.items
 
     @property
     def _unit(self) -> int:

@@ -16,7 +16,14 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.plain_json import JSON_MOST, JSON_WEIGHT, to_json
 from reshard.folders.allowed_paths import belongs, files_matching
-from reshard.folders.companion_names import CONFIG, MODEL_FILES, TOKENIZER_CONFIG, TOKENIZER_FILES
+from reshard.folders.companion_names import (
+    BPE,
+    CONFIG,
+    MODEL_FILES,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    VOCABULARIES,
+)
 from reshard.folders.json_objects import LFS_POINTER, lfs_pointer, read_object, unreadable
 from reshard.folders.model_code import code_files
 from reshard.folders.tokenizer_files import TokenizerFiles
@@ -73,7 +80,8 @@ class Companions:
     @property
     def has_tokenizer(self) -> bool:
         """Whether these files contain a complete tokenizer."""
-        return self.tokenizer.are_complete
+        named = (Path(name).match(pattern) for name in self.files for pattern in VOCABULARIES)
+        return any(named) or all(name in self.files for name in BPE)
 
 
 def find_companions(sources: Sources, *folders: str | Path) -> Companions:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import reading_values
-from reshard.folders.companion_names import BPE, TOKENIZER_CONFIG, VOCABULARIES
+from reshard.folders.companion_names import TOKENIZER_CONFIG
 from reshard.folders.json_objects import read_object
 from reshard.transfer.source_files import Sources
 
@@ -19,12 +19,6 @@ class TokenizerFiles:
 
     files: Mapping[str, Path]
     sources: Sources
-
-    @property
-    def are_complete(self) -> bool:
-        """Whether these files contain a complete vocabulary."""
-        named = (Path(name).match(pattern) for name in self.files for pattern in VOCABULARIES)
-        return any(named) or all(name in self.files for name in BPE)
 
     @property
     def vocab_size(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from reshard.base.errors import ReshardError
 from reshard.stores import OpenFile, open_file
@@ -13,24 +13,20 @@ class OpenFiles:
     """Open files of one thread, least recently used first."""
 
     def __init__(self, limit: int = 128, opener: Callable[[str], OpenFile] = open_file) -> None:
-        self._open: OrderedDict[str, OpenFile] = OrderedDict()
+        self.opened: OrderedDict[str, OpenFile] = OrderedDict()
+        """The files that are open, by path."""
         self._limit, self._opener = limit, opener
         self.read_bytes = 0
         """Bytes that were read."""
 
-    @property
-    def opened(self) -> Mapping[str, OpenFile]:
-        """The files that are open, by path."""
-        return self._open
-
     def file(self, path: str) -> OpenFile:
-        file = self._open.get(path)
+        file = self.opened.get(path)
         if file is not None:
-            self._open.move_to_end(path)
+            self.opened.move_to_end(path)
             return file
-        while len(self._open) >= self._limit:
-            self._open.popitem(last=False)[1].close()
-        opened = self._open[path] = self._opener(path)
+        while len(self.opened) >= self._limit:
+            self.opened.popitem(last=False)[1].close()
+        opened = self.opened[path] = self._opener(path)
         return opened
 
     def read(self, path: str, parts: Iterable[tuple[int, memoryview]]) -> None:
@@ -57,8 +53,8 @@ class OpenFiles:
             )
 
     def close(self) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
+        while self.opened:
+            self.opened.popitem()[1].close()
 
 
 def unreadable(path: str, error: OSError) -> ReshardError:

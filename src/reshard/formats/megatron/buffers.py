@@ -166,7 +166,7 @@ class OptimizerBuffers:
 
         Of a state that several ranks have, it is the first one's, as in Megatron-Core's other kinds of sharding.
         """
-        segments, lines = self._segments, self._lines(STATE_KEYS[state])
+        (_, segments), lines = self._fitting, self._lines(STATE_KEYS[state])
         by_name: dict[str, TensorShards] = {}
         for segment in segments:
             parameter = segment.parameter
@@ -179,13 +179,13 @@ class OptimizerBuffers:
 
     def proof(self) -> list[Replica]:
         """The comparisons that prove the order: all masters with the weights, and modules with their like."""
-        segments, lines = self._segments, self._lines(_MASTERS)
+        (_, segments), lines = self._fitting, self._lines(_MASTERS)
         rounded = [_rounded(segment.parameter.shard, _cut(lines, segment)) for segment in segments]
         return [*rounded, *self._told_apart()]
 
     def _told_apart(self) -> Iterator[Replica]:
         seen = set()
-        for parameters in self._parameters.values():
+        for parameters in self._fitting[0].values():
             for group in exchangeable([(each.key, each.shard.numel) for each in parameters]):
                 for pair in combinations(group, 2):
                     first, second = ([parameters[index].shard for index in module] for module in pair)
@@ -220,14 +220,6 @@ class OptimizerBuffers:
     @property
     def _masters(self) -> _Buckets:
         return self.buckets.get(_MASTERS, {})
-
-    @property
-    def _parameters(self) -> Mapping[_BufferKey, list[_RankParameter]]:
-        return self._fitting[0]
-
-    @property
-    def _segments(self) -> list[_BucketSegment]:
-        return self._fitting[1]
 
     @cached_property
     def _fitting(self) -> _Fitting:

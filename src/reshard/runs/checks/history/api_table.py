@@ -173,13 +173,10 @@ class ApiTable(Releases):
 
     def parameter(self, function: str, name: str) -> Presence:
         """A parameter of a function or method, also where `**` may accept it."""
-        return self._parameter(function, name, "**")
+        return self.own_parameter(function, name, "**")
 
-    def own_parameter(self, function: str, name: str) -> Presence:
-        """A parameter only under its own name, for a call that was refused: no `**` accepted it."""
-        return self._parameter(function, name)
-
-    def _parameter(self, function: str, name: str, *also: str) -> Presence:
+    def own_parameter(self, function: str, name: str, *also: str) -> Presence:
+        """A parameter only under its own name, for a call that was refused: no `**` accepted it. `also` are others."""
         every = self.functions(function).values()
         there = [
             self._of(groups, each) for groups in every if self._of(groups, name) for each in (name, *also)
