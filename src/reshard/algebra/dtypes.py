@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -70,6 +72,14 @@ def dtype(name: str) -> DType:
     """The dtype called `name` ("bfloat16", "torch.bfloat16", "bf16"). Raises KeyError for an unknown name."""
     short = name.removeprefix("torch.")
     return BY_NAME[ALIASES.get(short, short)]
+
+
+def of_most_bytes(sizes: Iterable[tuple[DType, int]]) -> DType:
+    """The dtype with the most bytes, of dtypes of tensors with their bytes. Raises ValueError without any."""
+    counted: Counter[DType] = Counter()
+    for each, nbytes in sizes:
+        counted[each] += nbytes
+    return max(counted, key=counted.__getitem__)
 
 
 def castable(dtype: DType) -> bool:

@@ -13,7 +13,7 @@ from threading import Event
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from reshard.algebra.dtypes import DType, castable
+from reshard.algebra.dtypes import DType, castable, of_most_bytes
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, cause_of, raise_all
 from reshard.base.foreign_text import html_table
@@ -271,11 +271,8 @@ def _comparable(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
             if ours.arithmetic != theirs.arithmetic and dequantized(other, FLOAT32):
                 return dequantized(checkpoint, FLOAT32)
         return checkpoint
-    counted: Counter[DType] = Counter()
-    for tensor in other.tensors.values():
-        if castable(tensor.dtype):
-            counted[tensor.dtype] += tensor.nbytes
-    dtype = max(counted, key=lambda each: counted[each], default=BFLOAT16)
+    plain = [(each.dtype, each.nbytes) for each in other.tensors.values() if castable(each.dtype)]
+    dtype = of_most_bytes(plain) if plain else BFLOAT16
     return dequantized(checkpoint, dtype, _not_comparable)
 
 

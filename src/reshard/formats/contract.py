@@ -7,7 +7,6 @@ format declares what it can store, and lays the request out in files.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from reshard.algebra.dtypes import DType, castable
+from reshard.algebra.dtypes import DType, castable, of_most_bytes
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError, listed, reading_values
 from reshard.families import live_names
@@ -185,11 +184,8 @@ class Request:
 
 
 def main_dtype(tensors: Sequence[Planned]) -> str:
-    """The dtype of most elements."""
-    counted: Counter[str] = Counter()
-    for tensor in tensors:
-        counted[tensor.dtype.name] += tensor.nbytes
-    return counted.most_common(1)[0][0]
+    """The dtype of most bytes."""
+    return of_most_bytes((tensor.dtype, tensor.nbytes) for tensor in tensors).name
 
 
 def stateless(request: Request) -> list[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard.algebra.dtypes import DType
+from reshard.algebra.dtypes import DType, of_most_bytes
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, listed, raise_all
 from reshard.base.merged_problems import one_for_all, patterns
@@ -100,10 +99,7 @@ def _quantized_alike(complete: Checkpoint, checkpoint: Checkpoint) -> Checkpoint
 
 def _main_dtype(checkpoint: Checkpoint) -> DType:
     """The dtype of most bytes."""
-    counted: Counter[DType] = Counter()
-    for tensor in checkpoint.tensors.values():
-        counted[tensor.dtype] += tensor.nbytes
-    return counted.most_common(1)[0][0]
+    return of_most_bytes((tensor.dtype, tensor.nbytes) for tensor in checkpoint.tensors.values())
 
 
 def _with_outer_names(tensors: dict[str, Tensor], described: DescribedCheckpoint) -> dict[str, Tensor]:

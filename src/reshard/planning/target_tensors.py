@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 
-from reshard.algebra.dtypes import DType, castable, dtype
+from reshard.algebra.dtypes import DType, castable, dtype, of_most_bytes
 from reshard.algebra.tensors import Computed, Tensor
 from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.families import live_names
@@ -65,10 +65,7 @@ class OutputTypes:
     @cached_property
     def _stored(self) -> DType | None:
         """The dtype of most weights."""
-        counted: Counter[DType] = Counter()
-        for each in self._weights:
-            counted[each.dtype] += each.nbytes
-        return counted.most_common(1)[0][0] if counted else None
+        return of_most_bytes((each.dtype, each.nbytes) for each in self._weights) if self._weights else None
 
     @property
     def main(self) -> DType:
