@@ -646,7 +646,7 @@ def test_without_the_package_blocks_are_refused(
     from reshard.codecs import gguf_blocks
 
     reshard.convert(model("llama"), tmp_path / "q8_0.gguf", quantize="q8_0")
-    gguf_blocks._package.cache_clear()
+    gguf_blocks.gguf_package.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     try:
         (problem,) = problems("convert", model("llama"), tmp_path / "out.gguf", "--quantize", "q8_0")
@@ -654,7 +654,7 @@ def test_without_the_package_blocks_are_refused(
         assert problems("inspect", tmp_path / "q8_0.gguf")[0]["code"] == "gguf-package-missing"
         assert command("convert", model("llama"), tmp_path / "out.gguf").code == 0
     finally:
-        gguf_blocks._package.cache_clear()
+        gguf_blocks.gguf_package.cache_clear()
 
 
 def test_nan_is_no_number_in_blocks(model: Model, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ BYTES_EACH = 48
 
 
 @lru_cache(maxsize=1)
-def _package() -> Any:
+def gguf_package() -> Any:
     """The modules of the package gguf. Raises ReshardError if it is not installed, or has not all types."""
     try:
         from gguf import constants, quants
@@ -50,13 +50,8 @@ def _no_package(found: str) -> ReshardError:
     )
 
 
-def check_package() -> None:
-    """Raise ReshardError if the package is not installed."""
-    _package()
-
-
 def _call(function: str, kind: TensorType, blocks: Array) -> Array:
-    constants, quants = _package()
+    constants, quants = gguf_package()
     with np.errstate(all="ignore"):  # NaN and Inf are reported by name
         converted: Array = getattr(quants, function)(blocks, constants.GGMLQuantizationType[kind.name])
     return converted

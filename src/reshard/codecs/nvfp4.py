@@ -7,7 +7,6 @@ latter, as in `FUSED_LAYER_NAMES` of llm-compressor: vLLM uses one for all of th
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
@@ -80,21 +79,21 @@ class GlobalScale(Computed):
         return np.where(np.isfinite(scale), scale, np.float32(1))
 
 
-class _Nvfp4Part(Computed):
-    """The common base of values and scales, of which each belongs to `elements` elements.
+class Nvfp4Scales(Computed):
+    """The scales of the blocks of a weight, in FP8: each belongs to `elements` elements.
 
     `inputs` are the weight [..., rows, columns] and its scale.
     """
 
-    elements: int
+    dtype, elements = FP8, BLOCK_ELEMENTS
 
     def __init__(self, weight: Tensor, outer: Tensor) -> None:
         self.inputs = (weight, outer)
         rows = weight.view.numel // weight.shape[-1]
         self._blocks = BlockGrid(rows, weight.shape[-1], 1, BLOCK_ELEMENTS)
 
-    def _codes(self, raw: Floats, outer: Floats) -> Floats:
-        """The codes of the scales of some rows."""
+    def _items(self, raw: Floats, outer: Floats) -> Floats:
+        """What is stored of some rows: the codes of their scales."""
         kind = self.inputs[0].dtype
         largest = self._blocks.largest(raw, 0, len(raw))
         floats = as_float(largest, kind).astype(np.float32)
@@ -114,10 +113,6 @@ class _Nvfp4Part(Computed):
             out[low - first : high - first] = self._items(raw, outer)
         return out.reshape(-1)[begin - first * items : end - first * items]
 
-    @abstractmethod
-    def _items(self, raw: Floats, outer: Floats) -> Floats:
-        """What is stored of some rows."""
-
     def memory_for(self, count: int) -> int:
         columns = self._blocks.columns
         rows = count * self.elements // columns + 2
@@ -128,22 +123,13 @@ class _Nvfp4Part(Computed):
         return max(MIN_READ_ELEMENTS, self._blocks.columns)
 
 
-class Nvfp4Scales(_Nvfp4Part):
-    """The scales of the blocks of a weight, in FP8."""
-
-    dtype, elements = FP8, BLOCK_ELEMENTS
-
-    def _items(self, raw: Floats, outer: Floats) -> Floats:
-        return self._codes(raw, outer)
-
-
-class Nvfp4Values(_Nvfp4Part):
+class Nvfp4Values(Nvfp4Scales):
     """The values of a weight, two in a byte: each element over the scale of its block, to the nearest, ties to even."""
 
     dtype, elements = UINT8, 2
 
     def _items(self, raw: Floats, outer: Floats) -> Floats:
-        scales = _FP8[self._codes(raw, outer)] / outer
+        scales = _FP8[super()._items(raw, outer)] / outer
         floats = as_float(raw, self.inputs[0].dtype).astype(np.float32)
         with np.errstate(over="ignore"):
             floats = (floats.reshape(len(raw), -1, BLOCK_ELEMENTS) / scales[:, :, None]).reshape(raw.shape)

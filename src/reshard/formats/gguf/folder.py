@@ -16,7 +16,7 @@ from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, listed, raise_all
 from reshard.base.merged_problems import one_for_all
-from reshard.codecs.gguf_blocks import UINT8, BlockElements, check_package
+from reshard.codecs.gguf_blocks import UINT8, BlockElements, gguf_package
 from reshard.codecs.gguf_types import READABLE_TYPES
 from reshard.families.dialects.gguf import GGUF
 from reshard.folders import iterations
@@ -62,7 +62,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     counted = Counter(info.kind.name for _, _, info in infos)
     blocks = sum(not info.kind.is_plain for _, _, info in infos)
     if blocks:
-        check_package()
+        gguf_package()
     return Checkpoint(
         path=path,
         format=detection.GGUF,

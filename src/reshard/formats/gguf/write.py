@@ -18,7 +18,7 @@ from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, raise_all
 from reshard.base.plain_json import json_of
-from reshard.codecs.gguf_blocks import UINT8, BlockBytes, check_package, repacked
+from reshard.codecs.gguf_blocks import UINT8, BlockBytes, gguf_package, repacked
 from reshard.codecs.gguf_types import BF16, F16, F32, MXFP4, Q8_0, QUANTIZED, TensorType, written
 from reshard.families.dialects.gguf import GGUF
 from reshard.families.rope import rope_parameters
@@ -116,7 +116,7 @@ def fit(request: Request) -> Request:
             remedy="pass --quantize q8_0",
         )
     if kind not in DTYPES:
-        check_package()
+        gguf_package()
     raise_all(not_loaded(request.config, request.declared.dims))
     return replace(request, model=replace(request.declared, carried={}))
 
