@@ -364,8 +364,7 @@ def _comparison_of(
     on_bytes: Callable[[int], None],
     changes: list[Change] | None,
 ) -> Comparison:
-    problems = unequal_replicas([*first.tensors.replicas, *second.tensors.replicas], share)
-    raise_all(problems)
+    raise_all(unequal_replicas([*first.tensors.replicas, *second.tensors.replicas], share))
     ours, theirs = first.tensors.tensors, second.tensors.tensors
     copies = {name for side in (first, second) if side.model for name in side.model.binding().copies}
     only_a = [name for name in ours if name not in theirs and name not in copies]

@@ -248,13 +248,12 @@ def _fits(folder: Path, origin: Origin) -> str:
         raise NotChecked(f"{NO_BASE}; the adapter has {layers}")
     base = open_checkpoint(origin.base).tensors
     unknown = [module for module in adapter.pairs if f"{module}.weight" not in base]
-    problems = [
+    raise_all(
         problem
         for module, pair in adapter.pairs.items()
         if f"{module}.weight" in base
         for problem in _misshapen(module, pair, base[f"{module}.weight"].shape, folder)
-    ]
-    raise_all(problems)
+    )
     if unknown:
         raise NotChecked(
             f"the base has no weights of these names: {listed(unknown, 3)}; the adapter has {layers}"

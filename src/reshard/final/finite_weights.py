@@ -52,8 +52,7 @@ def assert_finite(wrong: Sequence[str], folder: Path, base: Path | None) -> None
     """Raise ReshardError if tensors that were written to `folder` are `wrong`, and say which were so in the base."""
     before = sorted(set(wrong) & set(nonfinite(open_checkpoint(base)))) if wrong and base else []
     blamed = [damaged(base, before)] if base and before else []
-    problems = [*blamed, *(_nonfinite(name, folder) for name in wrong if name not in before)]
-    raise_all(problems)
+    raise_all([*blamed, *(_nonfinite(name, folder) for name in wrong if name not in before)])
 
 
 def _nonfinite(name: str, folder: Path) -> Problem:

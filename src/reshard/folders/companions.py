@@ -140,12 +140,11 @@ def check_companions(companions: Companions) -> Companions:
         for name, path in files
         if path.suffix == ".json" and _is_large(path.stat().st_size, companions.sources)
     )
-    problems = [
+    raise_all(
         problem
         for name, path in files
         for problem in _damage(path, companions.sources, is_parsed=name not in large)
-    ]
-    raise_all(problems)
+    )
     return replace(companions, unparsed=large)
 
 

@@ -81,8 +81,7 @@ def logical_states(weights: LogicalTensors) -> dict[str, LogicalTensors]:
     """
     checkpoint = weights.checkpoint
     states = checkpoint.optimizer.supported_states
-    problems = [each for state, tensors in states.items() for each in _misfits(state, tensors, checkpoint)]
-    raise_all(problems)
+    raise_all(each for state, tensors in states.items() for each in _misfits(state, tensors, checkpoint))
     stateful = {name for tensors in states.values() for name in tensors}
     masters = {name: tensor for name, tensor in checkpoint.tensors.items() if name in stateful}
     masters.update(states.get(MASTER_STATE, {}))

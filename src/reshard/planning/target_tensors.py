@@ -204,7 +204,7 @@ def names_of(format: str, request: Request, logical: LogicalTensors, naming: Nam
         return TargetNames(live=MemoryNames(None, config=request.config, table=rules), left=left)
     binding = request.declared.binding(request.dialect)
     left |= dict.fromkeys(binding.unread.keys() & logical.tensors.keys(), NEVER_READ)
-    problems = [
+    raise_all(
         Problem(
             "tensor-has-no-place",
             f"{format} cannot store a tensor",
@@ -215,8 +215,7 @@ def names_of(format: str, request: Request, logical: LogicalTensors, naming: Nam
         )
         for name in logical.tensors
         if name not in binding.hf and name not in binding.copies and name not in left
-    ]
-    raise_all(problems)
+    )
     return TargetNames(binding.native, left=left)
 
 

@@ -77,7 +77,7 @@ class Server:
     def _checked(self, tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments that a tool has, with real paths. Raises ReshardError."""
         schema, given = _schema(tool), {name: each for name, each in arguments.items() if each is not None}
-        wrong = [
+        raise_all(
             Problem(
                 "tool-argument-wrong",
                 f"{tool}: wrong arguments",
@@ -86,8 +86,7 @@ class Server:
                 remedy="correct them as the schema of the tool says",
             )
             for error in Draft202012Validator(schema).iter_errors(given)
-        ]
-        raise_all(wrong)
+        )
         return {name: self._located(schema["properties"][name], value) for name, value in given.items()}
 
     def _located(self, schema: Mapping[str, Any], value: Any) -> Any:

@@ -65,16 +65,17 @@ def prepared(method: str, options: TrainOptions, rest: Sequence[str] = ()) -> Tr
     folder = Path(options.output).expanduser().absolute()
     if options.resume:
         return _resumed(folder, rest)
-    problems = [
-        *(
-            _missing(name, f"--{name} {name.upper()}")
-            for name in ("model", "data")
-            if not getattr(options, name)
-        ),
-        *_of_other_engines(method, options),
-        *_occupied(folder, options),
-    ]
-    raise_all(problems)
+    raise_all(
+        [
+            *(
+                _missing(name, f"--{name} {name.upper()}")
+                for name in ("model", "data")
+                if not getattr(options, name)
+            ),
+            *_of_other_engines(method, options),
+            *_occupied(folder, options),
+        ]
+    )
     recipe = ENGINES[options.engine].recipe(method, options, list(map(_with_underscores, rest)))
     if options.overwrite:
         shutil.rmtree(folder / FINAL, ignore_errors=True)

@@ -109,7 +109,7 @@ def _processes(options: TrainOptions) -> int:
     fewest = -(-options.pp * max(options.tp, options.ep) // options.nnodes)
     nproc = options.nproc or gpus or fewest
     ranks = nproc * options.nnodes
-    problems = [
+    raise_all(
         Problem(
             "parallel-sizes-unfit",
             f"--pp {options.pp} and --{name} {size} do not divide the processes",
@@ -119,6 +119,5 @@ def _processes(options: TrainOptions) -> int:
         )
         for name, size in (("tp", options.tp), ("ep", options.ep))
         if ranks % (options.pp * size)
-    ]
-    raise_all(problems)
+    )
     return nproc
