@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from reshard.families.architectures.deepseek_v3 import DEEPSEEK_V3, layers
 from reshard.families.config_entries import Args, Config, ConfigEntry, Const, Key, Values, first
@@ -39,11 +40,6 @@ def sparse_attention(dims: Dims, *, copies: bool = True) -> Iterator[Rule]:
         yield from under(
             f"model.layers.{dims.layers + index}", f"mtp.layers.{index}.transformer_layer", indexer(dims)
         )
-
-
-def glm(dims: Dims) -> Iterator[Rule]:
-    """The MTP layer has no copy of embedding and head."""
-    return sparse_attention(dims, copies=False)
 
 
 class SharedIndexers(ConfigEntry):
@@ -93,7 +89,7 @@ DEEPSEEK_V32 = Family(
 GLM_MOE_DSA = Family(
     "glm_moe_dsa",
     "GlmMoeDsaForCausalLM",
-    glm,
+    partial(sparse_attention, copies=False),  # the MTP layer has no copy of embedding and head
     (
         *LATENT_ATTENTION,
         *DEEPSEEK_EXPERTS,
