@@ -145,6 +145,8 @@ CASES: dict[str, list[Case]] = {
             lambda there: _no_tokenizer(there / "ckpt"),
         )
     ],
+    "page-file-exists": [Case(BOTH, "verify src base --html src/config.json", {"FILE": "page.html"})],
+    "page-not-writable": [Case(BOTH, "verify src base --html absent/page.html", {"FILE": "page.html"})],
     "tracker-missing": [
         Case(TWO, "convert ckpt dst", {"N": "10"}, lambda there: _no_tracker(there / "ckpt")),
     ],

@@ -53,8 +53,8 @@ def inspect(path: StrPath, options: InspectOptions) -> Inspection:
     ('qwen3', True)
     """
     if options.page is not None:
-        check_page(options.page, "--html")
+        check_page(options.page)
     inspection = inspect_checkpoint(source_path(path), options.iteration, options.on_step)
     if options.page is not None:
-        write_page(options.page, inspection_page(inspection), "--html")
+        write_page(options.page, inspection_page(inspection))
     return inspection

@@ -170,7 +170,7 @@ def _comparison_of(
 ) -> Comparison:
     """The comparison of two checkpoints, with the logits and the page that are asked for."""
     if options.page is not None:
-        check_page(options.page, "--html")
+        check_page(options.page)
     meter = MemoryMeter(options.limit)
     first, second = open_sides(
         source_path(a), source_path(b), options.base_path, options.fill_path, options.on_step, meter
@@ -183,5 +183,5 @@ def _comparison_of(
 
         result.logits = compare_logits(first, second)
     if options.page is not None:
-        write_page(options.page, comparison_page(result, str(a), str(b)), "--html")
+        write_page(options.page, comparison_page(result, str(a), str(b)))
     return result

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
-from reshard.base.errors import Problem, ReshardError, raise_all
+from reshard.base.errors import ReshardError
 
 GENERATOR = "reshard"
 """The beginning of the `generator` of each page, which identifies it."""
@@ -21,13 +21,8 @@ def charts_script() -> str:
     return files("reshard.pages").joinpath("charts.min.js").read_text(encoding="utf-8")
 
 
-def check_page(path: Path, option: str) -> None:
-    """Raise ReshardError if no page can be written to `path`, which `option` named."""
-    raise_all([*in_the_way(path, option)])
-
-
-def in_the_way(path: Path, option: str) -> Iterator[Problem]:
-    """Why no page can be written to `path`, which `option` named: checked before the page's content is computed."""
+def check_page(path: Path) -> None:
+    """Raise ReshardError if no page can be written to `path`, before its content is computed."""
     obstacle = None
     if path.is_dir():
         obstacle = "a folder"
@@ -37,41 +32,35 @@ def in_the_way(path: Path, option: str) -> Iterator[Problem]:
         with path.open("rb") as file:
             obstacle = None if _MARK in file.read(_HEAD) else "a file that reshard did not write"
     elif not path.parent.is_dir():
-        yield _not_writable(path, option, "its folder does not exist")
+        raise _not_writable(path, "its folder does not exist")
     if obstacle:
-        yield Problem(
+        raise ReshardError(
             "page-file-exists",
             "the page would replace another file",
             file=str(path),
             found=obstacle,
-            remedy=f"pass another {option} FILE, or move it",
+            remedy="pass another --html FILE, or move it",
         )
 
 
-def replace_page(path: Path, text: str) -> Path:
-    """Write a page, replacing an older one if there is one, and return its path. Raises OSError."""
+def write_page(path: Path, text: str) -> None:
+    """Write a page, replacing an older one if there is one. Raises ReshardError if it cannot be written."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
-
-
-def write_page(path: Path, text: str, option: str) -> Path:
-    """Write the page that `option` names, and return its path. Raises ReshardError if it cannot be written."""
-    try:
-        return replace_page(path, text)
     except OSError as error:
-        raise ReshardError(_not_writable(path, option, error.strerror)) from None
+        raise _not_writable(path, error.strerror) from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()
 
 
-def _not_writable(path: Path, option: str, found: str | None) -> Problem:
-    return Problem(
+def _not_writable(path: Path, found: str | None) -> ReshardError:
+    return ReshardError(
         "page-not-writable",
         "the page cannot be written",
         file=str(path),
         found=found,
-        remedy=f"pass another {option} FILE",
+        remedy="pass another --html FILE",
     )
