@@ -239,7 +239,7 @@ class MegatronWriting(Writing):
     def notes(self) -> list[str]:
         """Notes on what the engine computes differently, and what the layout requires."""
         model, layout = self.request.declared, self.request.layout
-        notes = layout_notes(model, layout)
+        notes = [*layout_notes(model, layout)]
         if self.request.adapter is not None:
             return notes
         if not self.request.is_of_megatron_core:

@@ -92,14 +92,9 @@ def _query_groups(dims: Dims) -> SharedSize:
     )
 
 
-def shares_groups(model: Model, layout: Layout) -> bool:
-    """Whether several tensor-parallel ranks share a query group, which needs a megatron-core of `SHARED_GROUPS`."""
-    return not model.dims.kv_lora and layout.tp > model.dims.groups
-
-
-def layout_notes(model: Model, layout: Layout) -> list[str]:
-    """Notes on the megatron-core version that a layout needs."""
-    if not shares_groups(model, layout):
-        return []
-    groups = f"--tp {layout.tp} is larger than the {model.dims.groups} query groups"
-    return [f"{groups}: this needs megatron-core{SHARED_GATES if model.dims.output_gate else SHARED_GROUPS}"]
+def layout_notes(model: Model, layout: Layout) -> Iterator[str]:
+    """Notes on the megatron-core version that a layout needs, as it does if several ranks share a query group."""
+    if not model.dims.kv_lora and layout.tp > model.dims.groups:
+        needed = SHARED_GATES if model.dims.output_gate else SHARED_GROUPS
+        groups = f"--tp {layout.tp} is larger than the {model.dims.groups} query groups"
+        yield f"{groups}: this needs megatron-core{needed}"
