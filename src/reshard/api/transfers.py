@@ -68,7 +68,7 @@ def transfer_plan(
     trainer : Trainer
         What `described_trainer` returned.
     engine : str or path-like or sequence of EngineRecording
-        Folder with what vLLM recorded of the model, a file for each of its ranks ([Transfers](transfer.md)).
+        Folder with what vLLM recorded of the model, a file for each of its ranks.
     sender : int, optional
         Plan only what this rank of the trainer sends.
     nodes : pair of sequences of str, optional
