@@ -124,7 +124,7 @@ def failed(
     chunks: list[Any] = build_model(args, layout)
     read = read_recordings(recordings)
     if case == "computes":
-        read = [replace(each, loaded=("model.norm.weight",)) for each in read]
+        read[-1] = replace(read[-1], loaded=("model.norm.weight",))
     calls = iter(range(100))
     engine = _Noting(read, (lambda: next(calls) > 3 and 1 / 0) if case == "engine" else lambda: None)
     try:

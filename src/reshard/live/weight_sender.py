@@ -252,16 +252,17 @@ def _recordings(meeting: Meeting, engines: int) -> list[EngineRecording]:
 def _sends(live: LiveTrainer, recordings: Mapping[int, EngineRecording]) -> Sequence[Transfer]:
     """What this rank sends. Raises ReshardError if an engine has another model, or computes with what it loads."""
     engine = [replace(recording, rank=rank) for rank, recording in recordings.items()]
-    raise_all(
+    computed = (
         Problem(
             "transfer-engine-computes",
             "an engine computes with tensors when it loads them, instead of copying them",
             tensor=name,
-            found=f"{recording.engine}, rank {recording.rank}",
+            found=recording.engine,
             rule="elements go straight into parameters; what the engine would compute is not known",
             remedy="send complete tensors: pass the source to a backend of vLLM, such as nccl",
         )
-        for recording in engine[:1]
+        for recording in engine
         for name in recording.loaded
     )
+    raise_all(dict.fromkeys(computed))  # most ranks compute with the same ones
     return plan_transfer(live.trainer, engine, trainer_rank()).transfers
