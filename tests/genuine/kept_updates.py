@@ -12,27 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SITE = """
-import importlib.util, sys
+from tests.genuine.after_import import after_import
 
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name != "reshard.live.vllm_transfer":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-
-        def exec_module(module):
-            run(module)
-            from tests.genuine import kept_updates
-            kept_updates.watch(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, Finder())
-"""
+SITE = after_import(
+    "reshard.live.vllm_transfer", "from tests.genuine import kept_updates\nkept_updates.watch(module)"
+)
 
 
 def prepare(out: Path) -> dict[str, str]:

@@ -10,40 +10,25 @@ import os
 import sys
 from pathlib import Path
 
+from tests.genuine.after_import import after_import
+
 KEEP = """
-import importlib.util, os, sys
+import os, torch
+before = module.Landings.recording
 
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name != "reshard.live.record_loading":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
+def recording(self, model, engine, shapes, rank=0, ranks=1):
+    kept = {name: each.detach().clone() for name, each in model.named_parameters()}
+    torch.save(kept, os.environ["KEEP_IN"] + f"/rank-{rank}.pt")
+    return before(self, model, engine, shapes, rank, ranks)
 
-        def exec_module(module):
-            run(module)
-            import torch
-            before = module.Landings.recording
-
-            def recording(self, model, engine, shapes, rank=0, ranks=1):
-                kept = {name: each.detach().clone() for name, each in model.named_parameters()}
-                torch.save(kept, os.environ["KEEP_IN"] + f"/rank-{rank}.pt")
-                return before(self, model, engine, shapes, rank, ranks)
-
-            module.Landings.recording = recording
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, Finder())
+module.Landings.recording = recording
 """
 
 
 def prepare(out: Path) -> dict[str, str]:
     """The variables with which this must be started."""
     (out / "site").mkdir(parents=True)
-    (out / "site/sitecustomize.py").write_text(KEEP)
+    (out / "site/sitecustomize.py").write_text(after_import("reshard.live.record_loading", KEEP))
     binding = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "HF_HUB_OFFLINE": "1"}
     return {**binding, "KEEP_IN": str(out), "PYTHONPATH": str(out / "site")}
 
