@@ -262,6 +262,17 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+def test_wrong_arguments_are_told_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import reshard\n"
+        "for call in (lambda: reshard.weight_source('m', base='m'), lambda: reshard.weight_sender('m', 'x')):\n"
+        "    try: call()\n"
+        "    except reshard.ReshardError as error: print(error.problems[0].code)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["argument-wrong"] * 2
+
+
 def test_torch_is_asked_for_in_words(run: Path, without_torch: None) -> None:
     tensor = reshard.open(run)[UP]
     assert tensor.numpy().shape == tensor.shape

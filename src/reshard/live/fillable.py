@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,9 @@ GATHERED_EXAMPLE = "with deepspeed.zero.GatheredParameters(list(module.parameter
 
 
 def is_module(value: Any) -> bool:
-    """Whether a value is a torch module; a class of modules is none."""
-    import torch
-
-    return isinstance(value, torch.nn.Module)
+    """Whether a value is a torch module; a class of modules is none, and nothing is one before torch is imported."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def sharded_otherwise(module: torch.nn.Module, file: str) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,21 +62,25 @@ def not_plain(tensors: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
 
 def trainer_rank() -> int:
     """The global rank of this process."""
-    from torch import distributed
+    distributed = _distributed()
+    return distributed.get_rank() if distributed else 0
 
-    return distributed.get_rank() if distributed.is_initialized() else 0
+
+def _distributed() -> Any:
+    """torch.distributed if this process is a rank; one that has not imported it is none."""
+    module = sys.modules.get("torch.distributed")
+    return module if module and module.is_initialized() else None
 
 
 def on_all_ranks(make: Callable[[], Any]) -> list[Any]:
     """What `make` returns on each rank. Raises the ReshardError of any rank on all."""
-    from torch import distributed
-
+    distributed = _distributed()
     try:
         answer = make()
     except ReshardError as error:
         answer = error
     answers = [answer]
-    if distributed.is_initialized():
+    if distributed:
         answers *= distributed.get_world_size()
         distributed.all_gather_object(answers, answer)
     raise_all(dict.fromkeys(each for answer in answers for each in getattr(answer, "problems", ())))
