@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import reshard as api
-from reshard.transfer import batch, digests, execute, journal, ledger, resumed_output, run_state
+from reshard.transfer import batch, digests, execute, journal, ledger, resumed_output, run_state, written_file
 from reshard.transfer.leftovers import recover, unfinished
 from reshard.transfer.staging import publish
 from tests.bad_input.conftest import originals as originals
@@ -375,6 +375,43 @@ def test_a_resumed_run_does_only_what_is_left(
     complete = whole.source - planning.source + whole.written
     assert rest.source - planning.source + rest.written <= 0.3 * complete
     assert rest.kept - whole.kept <= 1.05 * report.resumed  # a zip file gets some checksums last
+
+
+@pytest.mark.parametrize("change", ["nothing", "written again", "another start of the machine"])
+def test_complete_files_are_read_only_if_something_happened_to_them(
+    originals: Callable[[str], Path], memory: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    source, options = ROADS["shards"]
+    src, dst = originals(source), memory / "dst"
+
+    alive = Death(None, forgets=False)
+    with pytest.MonkeyPatch.context() as patch:
+        alive.before(patch)
+        api.convert(src, dst, workers=1, **options)
+    shutil.rmtree(dst)
+    death = Death(alive.calls * 7 // 10, forgets=False)
+    assert dying(lambda: api.convert(src, dst, workers=1, **options), death) == 9
+    (found,) = unfinished(dst)
+    written = journal.read_journal(found.folder / "journal").files
+    complete = {found.folder / "output" / path for path, each in written.items() if each.is_whole}
+    assert complete
+    if change == "written again":
+        for path in complete:
+            times = path.stat()
+            path.write_bytes(path.read_bytes())
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    elif change == "another start of the machine":
+        monkeypatch.setattr(written_file, "_boot", lambda: "another")
+    read = set[Path]()
+
+    def digest_of(path: Path, *args: Any, **options: Any) -> str:
+        read.add(path)
+        return digests.digest_of(path, *args, **options)
+
+    monkeypatch.setattr(resumed_output, "digest_of", digest_of)
+    assert api.convert(src, dst, **options).report
+    assert read == (set() if change == "nothing" else complete)
+    assert api.verify(dst)
 
 
 def test_what_nobody_waits_for_cannot_be_read_back(originals: Callable[[str], Path], tmp_path: Path) -> None:

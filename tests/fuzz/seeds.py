@@ -148,12 +148,12 @@ JOURNAL = "\n".join(
         '{"replicas":"equal"}',
         '{"file":"model.safetensors","written":{"finished":1024,"batches":[[0,1],[2,3]],'
         '"begun":{"1":[1024,1536,77,false,[1,7e4,"float16"]]},"late":[[3,"00ff"]],"nonfinite":["a"],'
-        '"overflowed":[["a",8,1,7e4,"float16"]],"modified":null,"digest":"","elsewhere":null},'
+        '"overflowed":[["a",8,1,7e4,"float16"]],"state":null,"digest":"","elsewhere":null},'
         '"passed":{"/tmp/f":[[0,8,5]]},"unchecked":[["x","/tmp/f",0,8,5]],"checked":[]}',
         '{"file":"model.safetensors","written":{"finished":0,"batches":[],"begun":{},"late":[],"nonfinite":[],'
-        '"overflowed":[],"modified":null,"digest":"","elsewhere":null}}',
+        '"overflowed":[],"state":null,"digest":"","elsewhere":null}}',
         '{"file":"model.safetensors","written":{"finished":4096,"batches":[],"begun":{},"late":[],"nonfinite":[],'
-        '"overflowed":[],"modified":1,"digest":"0f","elsewhere":null}}',
+        '"overflowed":[],"state":[1,2,3,"b"],"digest":"0f","elsewhere":null}}',
     )
 )
 MARKER = json.dumps(

@@ -13,7 +13,7 @@ from reshard.transfer.journal import FLUSH_RANGES
 from reshard.transfer.plan import OutputFile
 from reshard.transfer.run_state import RunState, SourceReads
 from reshard.transfer.sink import Sink
-from reshard.transfer.written_file import BegunBlock, WrittenFile
+from reshard.transfer.written_file import BegunBlock, FileState, WrittenFile
 
 
 def continued(state: RunState, file: OutputFile) -> FileJob:
@@ -130,7 +130,7 @@ class FileJob:
             self._file.size,
             nonfinite=self.written.nonfinite,
             overflowed=self.written.overflowed,
-            modified=self.sink.close(),
+            state=FileState.of(self.sink.close()),
             digest=digest,
         )
         self.record()

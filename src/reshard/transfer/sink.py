@@ -86,15 +86,15 @@ class Sink:
         """Wait until the bytes written so far are on disk."""
         self._wait(getattr(os, "fdatasync", os.fsync))  # macOS has no fdatasync
 
-    def close(self) -> int:
+    def close(self) -> os.stat_result:
         """Make the file durable: the rename that publishes it must not reach the disk before its bytes.
 
-        Returns the modification time, in nanoseconds.
+        Returns its status.
         """
         self._wait(os.fsync)
-        modified = os.fstat(self._cached).st_mtime_ns
+        status = os.fstat(self._cached)
         self.abandon()
-        return modified
+        return status
 
     def _wait(self, sync: Callable[[int], None]) -> None:
         """Wait for the disk. Bytes that it refused once are lost, although the kernel reports it only once."""

@@ -6,8 +6,10 @@ from it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +38,37 @@ class BegunBlock(NamedTuple):
         )
 
 
+class FileState(NamedTuple):
+    """What a file system says of a file, with times in nanoseconds. Any write changes it: no program can set `changed`.
+
+    `boot` is the boot of the machine, or "" where that is unknown: a crash can lose bytes, and other machines may see
+    other times.
+    """
+
+    modified: int
+    changed: int
+    inode: int
+    boot: str
+
+    @staticmethod
+    def of(status: os.stat_result) -> FileState:
+        """The state that `status` shows."""
+        return FileState(status.st_mtime_ns, status.st_ctime_ns, status.st_ino, _boot())
+
+    def is_still(self, path: Path) -> bool:
+        """Whether nobody has written the file at `path` since, and this machine has not been started again."""
+        return bool(self.boot) and FileState.of(path.lstat()) == self
+
+
+@cache
+def _boot() -> str:
+    """An identifier of the machine's boot; "" on systems other than Linux."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 @dataclass
 class WrittenFile:
     """What is on disk of one output file. Batches are identified by their numbers.
@@ -54,8 +87,8 @@ class WrittenFile:
         Tensors that contain NaN or Inf.
     overflowed : dict of (str, int) to Overflow
         Finite values that a cast made infinite, by tensor and offset of the block.
-    modified, digest : int or None, str
-        Modification time in nanoseconds, and digest, of a complete file.
+    state, digest : FileState or None, str
+        State and digest of a complete file.
     elsewhere : str or None
         State of a complete file that was uploaded, and is no longer in the folder.
     """
@@ -66,7 +99,7 @@ class WrittenFile:
     late: list[tuple[int, bytes]] = field(default_factory=list)
     nonfinite: set[str] = field(default_factory=set)
     overflowed: dict[tuple[str, int], Overflow] = field(default_factory=dict)
-    modified: int | None = None
+    state: FileState | None = None
     digest: str = ""
     elsewhere: str | None = None
 
@@ -78,7 +111,7 @@ class WrittenFile:
     @property
     def is_whole(self) -> bool:
         """Whether the file is complete."""
-        return self.modified is not None
+        return self.state is not None
 
     def is_at(self, path: Path, size: int) -> bool:
         """Whether a file of this size is at `path`, unmodified if it was complete."""
@@ -86,7 +119,7 @@ class WrittenFile:
             status = path.lstat()
         except OSError:
             return False
-        return status.st_size == size and self.modified in (None, status.st_mtime_ns)
+        return status.st_size == size and (self.state is None or self.state.modified == status.st_mtime_ns)
 
     def add(self, more: WrittenFile) -> None:
         """Add batches that are finished, and blocks that are begun, according to `more`."""
@@ -106,7 +139,7 @@ class WrittenFile:
             "late": [(place, checksum.hex()) for place, checksum in self.late],
             "nonfinite": sorted(self.nonfinite),
             "overflowed": [[*place, *overflow] for place, overflow in self.overflowed.items()],
-            "modified": self.modified,
+            "state": self.state,
             "digest": self.digest,
             "elsewhere": self.elsewhere,
         }
@@ -123,7 +156,7 @@ class WrittenFile:
             [(int(place), bytes.fromhex(checksum)) for place, checksum in entry["late"]],
             set(entry["nonfinite"]),
             {(name, offset): Overflow(*overflow) for name, offset, *overflow in entry["overflowed"]},
-            entry["modified"],
+            FileState(*entry["state"]) if entry["state"] else None,
             entry["digest"],
             entry["elsewhere"],
         )
