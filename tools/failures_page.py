@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from reshard.runs.doctor.entries.catalogue_entry import CatalogueEntry, catalogue
@@ -14,6 +15,8 @@ KINDS = {
     "silent": "Failures without an error",
     "symptom": "Symptoms of another rank's failure",
 }
+WORDS = 38
+"""The length of a fix on the page, unless its first step is longer."""
 
 
 def page() -> str:
@@ -26,8 +29,10 @@ def _lines() -> Iterator[str]:
     yield "# Failures"
     yield ""
     yield (
-        f"The {len(entries)} failures that `reshard doctor` knows, made from its catalogue: one YAML file for each in "
-        "`src/reshard/runs/doctor/entries/catalogue/`. [Add a failure](add-a-failure.md) shows how one is written."
+        f"The {len(entries)} failures in the catalogue of `reshard doctor`, each with its fix. "
+        "`reshard doctor --explain ID` prints one in full: the cause, the complete fix, and the sources. A fix that ends with … "
+        "has more steps or other cases there. `reshard doctor --list` prints all IDs. "
+        "[Add a failure](add-a-failure.md) shows how an entry is written."
     )
     for kind, heading in KINDS.items():
         yield ""
@@ -44,12 +49,17 @@ def _section(entry: CatalogueEntry) -> Iterator[str]:
     versions = ", ".join(f"{name} {specifier}" for name, specifier in entry.versions.items())
     yield f"**{entry.title.en}**" + (f" ({versions})" if versions else "")
     yield ""
-    yield RunTools().spelled(entry.cause.en)
-    yield ""
-    yield RunTools().spelled(entry.cure.en)
-    if entry.sources:
-        yield ""
-        yield f"Sources: {', '.join(entry.sources)}"
+    yield _short(RunTools().spelled(entry.cure.en))
+
+
+def _short(text: str) -> str:
+    """The first lines and blocks of code of a fix, about `WORDS` words; … stands for the rest."""
+    parts = re.findall(r"^(?:.+\n)?```(?s:.*?)^```$|^.+:\n.+$|^.+$", text, re.M)
+    shown = 1
+    while len(" ".join(parts[: shown + 1]).split()) <= WORDS and shown < len(parts):
+        shown += 1
+    rest = ["…"] if len(parts) > shown else []
+    return "\n".join([*parts[:shown], *rest])
 
 
 if __name__ == "__main__":
