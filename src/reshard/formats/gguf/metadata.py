@@ -1,7 +1,12 @@
 """The metadata of a GGUF file: what the model is called, its hyperparameters and its tokenizer.
 
-Everything is as llama.cpp's `convert_hf_to_gguf.py` writes it (`tests/test_gguf_peer.py` compares all keys), with the
-exceptions that `docs/formats.md` lists.
+Everything is as llama.cpp's `convert_hf_to_gguf.py` writes it (`tests/test_gguf_peer.py` compares all keys), except:
+
+- A SentencePiece tokenizer saved only as tokenizer.json gets scores in the order of its merges, so that llama.cpp makes
+  the tokens of transformers.
+- Tokens that are declared special are control tokens, and rows without a token are named `[PAD…]`.
+- The rope of Gemma and Gemma 2 is written if it is not llama.cpp's default, and the router's function of deepseek_v3
+  also where config.json leaves it to the default.
 """
 
 from __future__ import annotations
