@@ -70,7 +70,7 @@ def _default(flag: click.Option) -> str:
 
 TABLES = {
     "Family": (DOCS / "families.md", families),
-    "Model": (DOCS / "add-a-family.md", undeclared),
+    "Model": (DOCS / "families.md", undeclared),
     "Option of guard": (DOCS / "guard.md", partial(options, GuardOptions, "guard")),
     "Option of mcp": (DOCS / "mcp.md", partial(options, McpOptions, "mcp")),
     "Option of serve": (DOCS / "serve.md", partial(options, ServeOptions, "serve")),
