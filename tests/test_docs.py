@@ -22,7 +22,10 @@ from demo.__main__ import stations
 from reshard import families
 from reshard.cli import COMMANDS, cli
 from reshard.cli.support import support
+from reshard.formats import FORMATS
 from reshard.formats.contract import Format, Target
+from reshard.formats.gguf.hyperparameters import ARCHITECTURES
+from reshard.formats.tables import paddle, vllm
 from reshard.runs.train.methods import TRAINING_METHODS
 from tests.tables import TABLES
 
@@ -233,6 +236,28 @@ def test_tables_of_models_are_those_of_reshard_support(title: str) -> None:
     page, rows = TABLES[title]
     (table,) = (table for table in tables(page) if table[0][0] == title)
     assert table[1:] == rows(), "python -m tests.tables writes them"
+
+
+def section_of(format: str) -> str:
+    """The section of a format in docs/formats.md, on one line."""
+    text = (REPOSITORY / "docs" / "formats.md").read_text(encoding="utf-8")
+    return " ".join(text.partition(f"\n## `{format}`\n")[2].partition("\n## ")[0].split())
+
+
+MODELS = {"gguf": ARCHITECTURES, "paddle": paddle.KNOWN_TYPES, "vllm-sharded-state": vllm.KNOWN_TYPES}
+
+
+@pytest.mark.parametrize("format", MODELS)
+def test_models_of_a_format_are_those_declared(format: str) -> None:
+    *others, last = sorted(MODELS[format])
+    assert f": {', '.join(others)} and {last}." in section_of(format)
+
+
+@pytest.mark.parametrize("format", ("huggingface", "gguf"))
+def test_every_way_to_quantize_is_explained(format: str) -> None:
+    target = FORMATS[format].target
+    assert target
+    assert [kind for kind in target.dtypes.quantizes if f"`{kind}`" not in section_of(format)] == []
 
 
 def test_the_speed_and_memory_of_the_readme_are_those_measured() -> None:

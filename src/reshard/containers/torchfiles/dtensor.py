@@ -3,7 +3,7 @@
 A `DTensor` is a local tensor, a mesh of ranks with this rank's coordinate in it, and one placement for each axis of the
 mesh. Placements apply from left to right; each cuts what the previous ones left to this rank, like `torch.chunk`: all
 pieces have the same length except the last ones, which may be shorter or empty. A `ShardedTensor`, which FSDP1 makes
-without a mesh, records the offsets of its shards.
+without a mesh, records the offsets of its shards. Storages are padded, so the size of a local tensor counts.
 
 Sources: `torch/distributed/tensor/{_api,_dtensor_spec,_utils,placement_types}.py`, `device_mesh.py`, `_mesh_layout.py`
 and `_shard/sharded_tensor/api.py` below `torch/distributed` of torch 2.4 to 2.13; files that torch 2.6, 2.10 and 2.13
