@@ -30,8 +30,8 @@ def _lines() -> Iterator[str]:
     yield ""
     yield (
         f"The {len(entries)} failures in the catalogue of `reshard doctor`, each with its fix. "
-        "`reshard doctor --explain ID` prints one in full: the cause, the complete fix, and the sources. A fix that ends with … "
-        "has more steps or other cases there. `reshard doctor --list` prints all IDs. "
+        "`reshard doctor --explain ID` prints one in full: the cause, the complete fix, and the sources. "
+        "A fix that ends with … has more steps or other cases there. `reshard doctor --list` prints all IDs. "
         "[Add a failure](add-a-failure.md) shows how an entry is written."
     )
     for kind, heading in KINDS.items():
