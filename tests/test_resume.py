@@ -414,6 +414,31 @@ def test_complete_files_are_read_only_if_something_happened_to_them(
     assert api.verify(dst)
 
 
+@pytest.mark.usefixtures("small_cells")
+def test_what_an_interrupted_run_has_flushed_is_not_read_again(
+    originals: Callable[[str], Path], memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options = ROADS["torch_dist"]
+    src, dst = originals(source), memory / "dst"
+
+    def interrupted(nbytes: int) -> None:
+        if count.written > 200_000:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        whole = Counted(patch)
+        api.convert(src, dst, workers=1, **options)
+    shutil.rmtree(dst)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        count = Counted(patch)
+        api.convert(src, dst, workers=1, on_bytes=interrupted, **options)
+    rest = Counted(monkeypatch)
+    report = api.convert(src, dst, workers=1, **options).report
+    assert report and report.resumed > 100_000
+    assert rest.kept - whole.kept < 0.2 * report.resumed  # parts of cells
+    assert api.verify(dst)
+
+
 def test_what_nobody_waits_for_cannot_be_read_back(originals: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(api.ReshardError, match="--no-sync and --verify cannot be combined"):
         api.convert(originals("qwen3"), tmp_path / "dst", to="megatron", no_sync=True, verify=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from copy import deepcopy
 from threading import Lock
@@ -135,7 +136,7 @@ class FileJob:
         )
         self.record()
 
-    def record(self, wait: Callable[[], object] = lambda: None) -> None:
+    def record(self, wait: Callable[[], os.stat_result | None] = lambda: None) -> None:
         """Record what is written now, once `wait` has returned. If that fails, what was read is recorded later."""
         if not self._state.journal.is_open:
             return
@@ -145,7 +146,8 @@ class FileJob:
                 unsaved, self.unsaved = self.unsaved, SourceReads()
             try:
                 self._unsaved_sums.join(self.digest.news())
-                wait()
+                if status := wait():
+                    written.state = FileState.of(status)
                 sums = None if written.is_whole else self._unsaved_sums
                 self._state.record(self.path, written, sums, unsaved)
             except (OSError, MemoryError):

@@ -2,8 +2,8 @@
 
 Between two runs, a disk can change or lose bytes, and anything may write to a hidden folder. So the bytes on the disk
 count only if they have the digests that the journal recorded while they were in memory. All others are written again.
-A complete file that nobody has written since, on a machine that has not been started again, is not read: it is in no
-more danger than the files that a run without an interruption has completed before it publishes them.
+A file that nobody has written since the journal recorded it, on a machine that has not restarted, is not read: it is in
+no more danger than the files that an uninterrupted run has written before it publishes them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check_kept(plan: Plan, folder: Path, journal: Journal, threads: int) -> Kept
 def _is_as_written(path: Path, written: WrittenFile, journal: Journal, stopped: Event) -> bool:
     """Whether a complete file is as it was; if the run that wrote it did not wait for the disk, this one does."""
     journal.sync(path)
-    if written.state and written.state.is_still(path):
+    if written.is_still(path):
         return True
     return digest_of(path, stopped.is_set, from_disk=False) == written.digest or stopped.is_set()
 
@@ -104,13 +104,21 @@ class _FileCheck:
 
     def check(self, folder: Path, first: int) -> None:
         """Read the recorded bytes of `CELLS_AT_A_TIME` cells, and add them to the digest if they are as they were."""
+        is_still = self._written.is_still(folder / self.file.path)
         with open_file(folder / self.file.path) as file:
             for cell in range(first, min(first + CELLS_AT_A_TIME, -(-self.file.size // CELL_BYTES))):
                 begin, end = cell * CELL_BYTES, min((cell + 1) * CELL_BYTES, self.file.size)
                 claimed = list(self._within(begin, end))
-                if claimed and not self._is_right(file, cell, list(_joined_ranges(claimed))):
+                ranges = list(_joined_ranges(claimed))
+                if is_still and ranges == [(begin, end)] and any(known := self._digest_of(cell)):
+                    self.digest.know(cell, known)
+                elif claimed and not self._is_right(file, cell, ranges):
                     with self._lock:
                         self._wrong.update(number for _, _, number in claimed)
+
+    def _digest_of(self, cell: int) -> bytes:
+        """The digest that the journal recorded for a cell; zeros if it has none."""
+        return bytes(self._known[cell * DIGEST_BYTES : (cell + 1) * DIGEST_BYTES])
 
     def _within(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """What is claimed of bytes `begin` to `end`, with the number of each batch."""
@@ -124,7 +132,7 @@ class _FileCheck:
     def _is_right(self, file: OpenFile, cell: int, claimed: list[tuple[int, int]]) -> bool:
         """Whether the `claimed` ranges of a cell have their digests; if so, the digest has them, too."""
         begin, end = cell * CELL_BYTES, min((cell + 1) * CELL_BYTES, self.file.size)
-        digest = bytes(self._known[cell * DIGEST_BYTES : (cell + 1) * DIGEST_BYTES])
+        digest = self._digest_of(cell)
         if not any(digest):
             pieces = list(self._pieces(cell, claimed))
             contents = [file.read(first, last - first) for first, last in pieces]

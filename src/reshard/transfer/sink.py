@@ -82,9 +82,10 @@ class Sink:
                 self._dirty = 0
                 _sync_file_range(self._cached, 0, 0, 2)  # SYNC_FILE_RANGE_WRITE: starts it, and does not wait
 
-    def flush(self) -> None:
-        """Wait until the bytes written so far are on disk."""
+    def flush(self) -> os.stat_result:
+        """Wait until the bytes written so far are on disk. Returns the status of the file."""
         self._wait(getattr(os, "fdatasync", os.fsync))  # macOS has no fdatasync
+        return os.fstat(self._cached)
 
     def close(self) -> os.stat_result:
         """Make the file durable: the rename that publishes it must not reach the disk before its bytes.

@@ -55,10 +55,6 @@ class FileState(NamedTuple):
         """The state that `status` shows."""
         return FileState(status.st_mtime_ns, status.st_ctime_ns, status.st_ino, _boot())
 
-    def is_still(self, path: Path) -> bool:
-        """Whether nobody has written the file at `path` since, and this machine has not been started again."""
-        return bool(self.boot) and FileState.of(path.lstat()) == self
-
 
 @cache
 def _boot() -> str:
@@ -87,8 +83,10 @@ class WrittenFile:
         Tensors that contain NaN or Inf.
     overflowed : dict of (str, int) to Overflow
         Finite values that a cast made infinite, by tensor and offset of the block.
-    state, digest : FileState or None, str
-        State and digest of a complete file.
+    state : FileState or None
+        State of the file when this was recorded.
+    digest : str
+        Digest of a complete file.
     elsewhere : str or None
         State of a complete file that was uploaded, and is no longer in the folder.
     """
@@ -111,7 +109,7 @@ class WrittenFile:
     @property
     def is_whole(self) -> bool:
         """Whether the file is complete."""
-        return self.state is not None
+        return bool(self.digest)
 
     def is_at(self, path: Path, size: int) -> bool:
         """Whether a file of this size is at `path`, unmodified if it was complete."""
@@ -119,7 +117,12 @@ class WrittenFile:
             status = path.lstat()
         except OSError:
             return False
-        return status.st_size == size and (self.state is None or self.state.modified == status.st_mtime_ns)
+        is_same = not self.is_whole or (self.state and self.state.modified == status.st_mtime_ns)
+        return status.st_size == size and bool(is_same)
+
+    def is_still(self, path: Path) -> bool:
+        """Whether nobody has written the file at `path` since this was recorded, and the machine has not restarted."""
+        return self.state is not None and bool(self.state.boot) and FileState.of(path.lstat()) == self.state
 
     def add(self, more: WrittenFile) -> None:
         """Add batches that are finished, and blocks that are begun, according to `more`."""
