@@ -60,7 +60,7 @@ def case(hf_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         model = Path(shutil.copytree(hf_model("qwen3", dtype="bfloat16"), "model"))
         if page == "from-megatron":
             api.convert(model, "run", to="megatron", tp=2)
-            shutil.rmtree(model)
+            model.rename("original")
         elif page == "other-layout":
             trained(model, Path("run"))
             shutil.rmtree(model)
