@@ -1,4 +1,4 @@
-"""What docs/guard.md shows of injured runs: the screen, the exit status, and that it is there in time."""
+"""What guard shows of injured runs: the screen, the exit status, and that it is there in time."""
 
 from __future__ import annotations
 

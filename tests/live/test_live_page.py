@@ -1,4 +1,4 @@
-"""What docs/live.md says: its code runs, and its table names only what tests run."""
+"""The code of docs/live.md runs."""
 
 from __future__ import annotations
 
