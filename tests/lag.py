@@ -88,7 +88,7 @@ def lags() -> list[Lag]:
 
 def table(rows: Iterable[Lag]) -> str:
     """The tools as a table of Markdown."""
-    lines = [f"| tool | releases that judge | newest, {date.today()} |", "|---|---|---|"]
+    lines = [f"| tool | tested releases | newest, {date.today()} |", "|---|---|---|"]
     lines += [f"| {row.tool} | {', '.join(row.judges)} | {row.newest} |" for row in rows]
     return "\n".join(lines) + "\n"
 
