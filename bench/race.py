@@ -60,7 +60,10 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 
 def race(title: str, contenders: list[Contender], rounds: int = 5) -> list[str]:
-    """Run all contenders in turn, once to warm up and then `rounds` times; returns rows of a Markdown table."""
+    """Run all contenders in turn, once to warm up and then `rounds` times; returns rows of a Markdown table.
+
+    The seconds of each round go to stderr, in the order of the rounds.
+    """
     for turn in range(rounds + 1):
         for contender in contenders:
             contender.run()
@@ -70,6 +73,7 @@ def race(title: str, contenders: list[Contender], rounds: int = 5) -> list[str]:
                 contender.peak.clear()
     for contender in contenders:
         contender.clear()
+        print(f"{contender.name}: {' '.join(f'{each:.2f}' for each in contender.seconds)}", file=sys.stderr)
     first = contenders[0]
     return [
         f"| {title} | {c.name} | {median(c.seconds):.2f} ({min(c.seconds):.2f}–{max(c.seconds):.2f}) "
