@@ -25,10 +25,11 @@ from tests.commandline import reshard
 from tests.genuine import quantized
 from tests.genuine.huggingface import make_model, make_tokenizer
 from tests.genuine.make_nemo import nemo2
-from tests.test_docs import CHINESE, ENGLISH, PAGES, check_parses, commands, name, tables
+from tests.test_docs import CHINESE, ENGLISH, PAGES, REPOSITORY, check_parses, commands, name, tables
 from tests.test_tutorials import adapter_of
 
 DATA = Path(__file__).parent / "data"
+ALL_ROWS = REPOSITORY / "docs" / "tutorials" / "index.md"
 ELSEWHERE = ("docs/demo.md", "docs/tutorials")
 """Pages whose commands need each other's output: tests/test_demo.py and tests/test_tutorials.py run them."""
 PARSED = {
@@ -60,13 +61,19 @@ class Command(NamedTuple):
         return f"{self.page}: {' '.join(self.words)}"
 
 
+def rows_of(page: Path) -> list[list[str]]:
+    """What to type, and for what."""
+    (rows,) = (table[1:] for table in tables(page) if table[0] == ["You have", "Type"])
+    return rows
+
+
 def typed() -> Iterator[Command]:
     """All documented commands. The Chinese README has those of the English one."""
-    (rows,) = (table[1:] for table in tables(ENGLISH) if table[0] == ["You have", "Type"])
-    for row, command in rows:
-        yield Command(name(ENGLISH), row, tuple(command.strip("`").split()[1:]))
+    rows = [(page, *row) for page in (ENGLISH, ALL_ROWS) for row in rows_of(page)]
+    for page, row, command in rows:
+        yield Command(name(page), row, tuple(command.strip("`").split()[1:]))
     inside = {
-        command.words for command in [Command("", "", tuple(c.strip("`").split()[1:])) for _, c in rows]
+        command.words for command in [Command("", "", tuple(c.strip("`").split()[1:])) for *_, c in rows]
     }
     for page in PAGES:
         for words in commands(page):
@@ -165,6 +172,10 @@ def nemo(folder: Path, base: Path) -> None:
     nemo2(make_model("llama", base, dtype="bfloat16", head_dim=8), run)
 
 
+def example(folder: Path, base: Path) -> None:
+    shutil.copytree(REPOSITORY / "examples" / "megatron-run", folder)
+
+
 def archive(file: Path, base: Path) -> None:
     file.parent.mkdir(parents=True)
     shutil.copy(DATA / "nemo/ranks-tp2-pp2.nemo", file)
@@ -189,6 +200,7 @@ BY_ROW: dict[str, Make] = {
     "4-bit": mxfp4,
     "for Megatron-Core": hub,
     "mlx-lm": hub,
+    "llama.cpp": hub,
     "two checkpoints": converted,
     "bucket": converted,
     "on the Hub": hub,
@@ -198,6 +210,7 @@ BY_ROW: dict[str, Make] = {
 BY_NAME: dict[str, Make] = {
     **dict.fromkeys(("model", "MODEL", "Qwen3-8B", "base"), hub),
     **dict.fromkeys(("CKPT", "ckpt", "run", "SRC", "DST", "CHECKPOINT", "qwen3"), converted),
+    "megatron-run": example,
     "checkpoint-2": converted,  # of ms-swift
     "checkpoint-20": fsdp,
     **dict.fromkeys(("lora", "checkpoint-30"), lora),
@@ -293,9 +306,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_row_has_a_source() -> None:
-    (rows,) = (table[1:] for table in tables(ENGLISH) if table[0] == ["You have", "Type"])
     placed = {command.row for command, _ in CASES}
-    assert [row for row, _ in rows if row not in placed] == []
+    assert [row for page in (ENGLISH, ALL_ROWS) for row, _ in rows_of(page) if row not in placed] == []
 
 
 @pytest.mark.core("README.md:*", "reshard  --help:*")

@@ -18,25 +18,22 @@ def shown(svg: str) -> list[str]:
     return [re.sub(r"\d[\d.,]*", "0", lines[y]).rstrip() for y in sorted(lines)]
 
 
-def stored(name: str) -> str:
-    return (pictures.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("mode", pictures.COLORS)
-def test_the_overview_is_the_one_drawn(mode: str) -> None:
-    assert stored(f"overview-{mode}") == pictures.overview(mode)
+def stored(name: str, mode: str) -> str:
+    return (pictures.FOLDER / f"{name}-{mode}.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.core("doctor")
-@pytest.mark.parametrize("name", ["terminal", "doctor"])
-def test_a_terminal_shows_what_is_printed_now(name: str) -> None:
-    assert shown(stored(name)) == shown(pictures.recorded(name)), "python -m tools.pictures redraws it"
-
-
 @pytest.mark.parametrize("name", pictures.RECORDINGS)
-def test_a_terminal_has_its_colors(name: str) -> None:
+def test_a_terminal_shows_what_is_printed_now(name: str) -> None:
+    for mode, picture in pictures.recorded(name).items():
+        assert shown(stored(name, mode)) == shown(picture), "python -m tools.pictures redraws it"
+
+
+@pytest.mark.parametrize("mode", pictures.THEMES)
+@pytest.mark.parametrize("name", pictures.RECORDINGS)
+def test_a_terminal_has_its_colors(name: str, mode: str) -> None:
     """A style sheet with a wrong selector leaves black text on a black ground."""
-    svg = stored(name)
+    svg = stored(name, mode)
     selectors = {each for rule in re.findall(r"(?m)^\s*([^{}@/]+)\{", svg) for each in rule.split(",")}
     used = {each for classes in re.findall(r' class="([^"]*)"', svg) for each in classes.split()}
     assert used and all(re.fullmatch(r"[a-zA-Z][\w-]*", each) for each in used)

@@ -1,7 +1,7 @@
 """`python -m tools.pictures`: redraw the pictures of the README.
 
-The overview is drawn for light and dark pages. Terminals are recorded: the commands run, on a small model that
-`demo.make_model` makes or a genuine log, and the picture shows their output.
+Terminals are recorded: the commands run, on the checkpoint in `examples/` or a genuine log, and the pictures show their
+output, for light and for dark pages.
 """
 
 from __future__ import annotations
@@ -13,97 +13,28 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from html import escape
 from pathlib import Path
 
 from rich.console import Console
-from rich.terminal_theme import DIMMED_MONOKAI
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI
 from rich.text import Text
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = REPOSITORY / "docs" / "pictures"
-FONT = "ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
-COLORS = {
-    "light": {"text": "#1f2328", "dim": "#59636e", "box": "#f6f8fa", "line": "#d1d9e0", "core": "#0969da"},
-    "dark": {"text": "#f0f6fc", "dim": "#9198a1", "box": "#151b23", "line": "#3d444d", "core": "#4493f8"},
-}
-LEFT = [
-    ("Megatron-Core", "Megatron-LM · ms-swift · NeMo"),
-    ("PyTorch FSDP · DCP", "accelerate · Trainer · verl · torchtitan"),
-    ("DeepSpeed", "ZeRO 0 to 3 · universal"),
-]
-RIGHT = [
-    ("InternEvo", "InternLM"),
-    ("LoRA adapters", "PEFT · Megatron · DeepSpeed"),
-    ("Quantized originals", "FP8 · MXFP4 · AWQ · GPTQ"),
-]
-WIDTH, HEIGHT = 960, 330
-BOX, CORE = (270, 72), (226, 118)
-
+THEMES = {"light": DEFAULT_TERMINAL_THEME, "dark": DIMMED_MONOKAI}
 COLUMNS = 100
-MODEL = "demo.make_model base text.jsonl"
-MEGATRON = "reshard convert base checkpoint --to megatron --tp 2 --pp 2 --ep 2 --quiet"
-RECORDINGS: dict[str, tuple[list[str], list[str]]] = {
-    "terminal": (
-        [MODEL, MEGATRON],
-        [
-            "reshard inspect checkpoint",
-            "reshard convert checkpoint model",
-            "reshard verify checkpoint model",
-        ],
-    ),
-    "doctor": ([], ["reshard doctor grpo.log train_grpo.py --lang en"]),
+EXAMPLES = REPOSITORY / "examples"
+RECORDINGS = {
+    "terminal": [
+        "reshard inspect examples/megatron-run",
+        "reshard convert examples/megatron-run model",
+        "reshard verify examples/megatron-run model",
+    ],
+    "doctor": ["reshard doctor grpo.log train_grpo.py --lang en"],
 }
-"""The hidden setup command and the visible command, by the name of the picture."""
+"""The commands, by the name of the picture."""
 FAILED = REPOSITORY / "tests" / "doctor" / "head" / "cat_mixed"
 """A genuine script and its log, for the doctor."""
-
-
-def overview(mode: str) -> str:
-    """The formats in a circle, the Hugging Face folder in the middle, and the conversions between them."""
-    colors = COLORS[mode]
-    middle = (WIDTH - CORE[0]) / 2, (HEIGHT - CORE[1]) / 2
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="{FONT}" '
-        'role="img" aria-label="reshard converts between Hugging Face folders and training checkpoints">',
-        f'<defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-        f'orient="auto-start-reverse"><path d="M0 0L8 4L0 8z" fill="{colors["core"]}"/></marker></defs>',
-    ]
-    for side, boxes in enumerate((LEFT, RIGHT)):
-        for row, (title, of) in enumerate(boxes):
-            x = 10 if side == 0 else WIDTH - BOX[0] - 10
-            y = 20 + row * (BOX[1] + 37)
-            parts += _box(x, y, *BOX, title, of, colors, colors["line"])
-            ends = (x + BOX[0] + 6, middle[0] - 6) if side == 0 else (x - 6, middle[0] + CORE[0] + 6)
-            target = middle[1] + CORE[1] * (row + 1) / 4
-            parts.append(
-                f'<path d="M{ends[0]} {y + BOX[1] / 2:.0f}L{ends[1]:.0f} {target:.0f}" stroke="{colors["core"]}" '
-                'stroke-width="1.6" fill="none" marker-start="url(#a)" marker-end="url(#a)"/>'
-            )
-    parts += _box(*middle, *CORE, "Hugging Face", "safetensors, config, tokenizer", colors, colors["core"])
-    for x in (324, WIDTH - 324):
-        parts.append(_text(x, HEIGHT / 2 - 12, "verify", 13, colors["core"], "600"))
-        parts.append(_text(x, HEIGHT / 2 + 22, "convert", 13, colors["core"], "600"))
-    return "\n".join([*parts, "</svg>\n"])
-
-
-def _box(
-    x: float, y: float, width: float, height: float, title: str, of: str, colors: dict[str, str], line: str
-) -> list[str]:
-    middle = x + width / 2
-    return [
-        f'<rect x="{x:.0f}" y="{y:.0f}" width="{width}" height="{height}" rx="10" fill="{colors["box"]}" '
-        f'stroke="{line}" stroke-width="1.5"/>',
-        _text(middle, y + height / 2 - 6, title, 17, colors["text"], "600"),
-        _text(middle, y + height / 2 + 17, of, 12.5, colors["dim"], "400"),
-    ]
-
-
-def _text(x: float, y: float, words: str, size: float, color: str, weight: str) -> str:
-    return (
-        f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" fill="{color}" font-weight="{weight}" '
-        f'text-anchor="middle">{escape(words)}</text>'
-    )
 
 
 def printed(command: str, folder: Path) -> str:
@@ -132,21 +63,23 @@ def printed(command: str, folder: Path) -> str:
     return b"".join(chunks).decode().replace("\r\n", "\n")
 
 
-def recorded(name: str) -> str:
-    """A recorded terminal."""
-    unseen, typed = RECORDINGS[name]
+def recorded(name: str) -> dict[str, str]:
+    """A recorded terminal, by the mode of the page."""
     with tempfile.TemporaryDirectory() as made, Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True)
         folder = Path(shutil.copytree(FAILED, Path(made) / "work"))
-        for command in unseen:
-            printed(command, folder)
-        for number, command in enumerate(typed):
+        shutil.copytree(EXAMPLES, folder / "examples")
+        for number, command in enumerate(RECORDINGS[name]):
             console.print("\n" * bool(number) + f"[bold][green]$[/] {command}[/]", highlight=False)
             shown = _settled(printed(command, folder))
             for place, written in ((f"{folder}/", ""), (sys.executable, "python"), (str(Path.home()), "~")):
                 shown = shown.replace(place, written)
             console.print(Text.from_ansi(shown))
-    return _without_web_fonts(console.export_svg(title="reshard", theme=DIMMED_MONOKAI, unique_id=name))
+    pictures = {
+        mode: console.export_svg(title="reshard", theme=theme, unique_id=name, clear=False)
+        for mode, theme in THEMES.items()
+    }
+    return {mode: _without_web_fonts(picture) for mode, picture in pictures.items()}
 
 
 def _settled(text: str) -> str:
@@ -177,10 +110,9 @@ def _without_web_fonts(svg: str) -> str:
 def main() -> None:
     """Write all pictures."""
     FOLDER.mkdir(exist_ok=True)
-    for mode in COLORS:
-        (FOLDER / f"overview-{mode}.svg").write_text(overview(mode), encoding="utf-8")
     for name in RECORDINGS:
-        (FOLDER / f"{name}.svg").write_text(recorded(name), encoding="utf-8")
+        for mode, picture in recorded(name).items():
+            (FOLDER / f"{name}-{mode}.svg").write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":
