@@ -329,7 +329,7 @@ def test_findings_are_short_in_a_list_and_whole_in_print(tmp_path: Path) -> None
     (found,) = reshard.doctor(tmp_path / "train.log")
     assert repr([found]) == f"[<Finding cuda-out-of-memory, error, {found.certainty}: {found.message}>]"
     assert str(found).splitlines()[1] == f"  where: {tmp_path}/train.log:1  {found.places[0].text}"
-    assert "\\n" not in str(found) and "\n  remedy: " in str(found)
+    assert "\\n" not in str(found) and "\n  fix: " in str(found)
 
 
 @pytest.mark.parametrize("wrong", [{"dtype": np.dtype("float32")}, {"dtype": 5}, {"family": 5}])

@@ -35,7 +35,7 @@ def test_no_word_is_broken(text: str, width: int) -> None:
 
 def test_what_is_copied_stays_in_one_line() -> None:
     command = "reshard convert /a/long/path/of/a/checkpoint OUT --to megatron --tp 8"
-    assert f"  {command}" in printed(f"  remedy: {command}", 30)
+    assert f"  {command}" in printed(f"  fix: {command}", 30)
     assert printed("/a/path/that/is/longer/than/the/terminal", 20) == [
         "/a/path/that/is/longer/than/the/terminal"
     ]

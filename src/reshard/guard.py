@@ -5,7 +5,7 @@ In a script, an explained error is raised before a known failure, and others are
     import reshard.guard
 
     reshard.guard.check(model, optimizer)          # after wrapping the model, before the first step
-    with reshard.guard.explained():                # adds cause and remedy to any exception inside
+    with reshard.guard.explained():                # adds cause and fix to any exception inside
         trainer.train()
     trainer.add_callback(reshard.guard.callback()) # checks, saves on a signal, and never saves NaN
 """

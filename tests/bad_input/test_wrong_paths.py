@@ -135,7 +135,7 @@ def plain(result: Result) -> list[str]:
         wrong.append("an internal error")
     if "printing failed" in result.err:
         wrong.append("another error is named")
-    if not any(words in result.err for words in ("remedy: ", "expected: ", "Try '")):
+    if not any(words in result.err for words in ("fix: ", "expected: ", "Try '")):
         wrong.append("no remedy")
     if "name too long" in result.err and "same command again" in result.err:
         wrong.append("the same command is to be run again")

@@ -180,7 +180,7 @@ def test_a_target_that_cannot_be_read_is_one_clear_error(
     if content is not None:
         (tmp_path / name).write_bytes(content)
     shown = command("doctor", tmp_path / name)
-    assert shown.code == 2 and says in shown.err and shown.err.count("error:") == 1 and "remedy:" in shown.err
+    assert shown.code == 2 and says in shown.err and shown.err.count("error:") == 1 and "fix:" in shown.err
 
 
 # ------------------------------------------------------------------------------------- other interpreters

@@ -125,7 +125,7 @@ def said(ended: Ended) -> list[str]:
     assert "Traceback" not in ended.err and "bug in reshard" not in ended.err, "a traceback"
     lines = [line.strip() for line in ended.err.splitlines()]
     if not (lines and lines[-1].startswith("Error: Invalid value for ")):
-        for starts in (("error: ",), ("remedy: ", "expected: "), ("file: ",)):
+        for starts in (("error: ",), ("fix: ", "expected: "), ("file: ",)):
             assert any(line.startswith(starts) for line in lines), f"no line begins with {starts[0]}"
     return lines
 

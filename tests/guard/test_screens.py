@@ -19,7 +19,7 @@ CASES = (
         "rank 1 failed first\n  killed by SIGKILL",
         "(killed-by-signal, possible)",
     ),
-    ("torchrun-loop", "stopped", None, "found: rank 1 (process ", "remedy: continue it: kill -CONT "),
+    ("torchrun-loop", "stopped", None, "found: rank 1 (process ", "fix: continue it: kill -CONT "),
     ("torchrun-loop", "nan", 1, "the guard ended the run", "found: step 2: loss nan"),
     ("torchrun-loop", "port", 2, "error: port ", "pass another port: --master_port "),
     ("torchrun-loop", "import", None, "rank 0 waits for rank 1", "stuck/sitecustomize.py:12 "),

@@ -444,7 +444,7 @@ def test_everything_that_a_framework_saved(tmp_path: Path) -> None:
         assert_same_files(hub, plain)
     assert len(plain) > 60
     for model in (each for each in refused if "maxtext" not in each):  # whose files tensorstore opens
-        assert "404" in refused[model] and any(each in refused[model] for each in ("expected:", "remedy:")), (
+        assert "404" in refused[model] and any(each in refused[model] for each in ("expected:", "fix:")), (
             model
         )
 

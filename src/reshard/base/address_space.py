@@ -1,4 +1,4 @@
-"""The address space of the process, which `ulimit -v` limits, and errors that say that memory is used up."""
+"""The address space of the process, which `ulimit -v` limits, and errors that mean that memory ran out."""
 
 import errno
 import mmap

@@ -1,8 +1,8 @@
 """What a server may do: read files below its folders, and nothing else.
 
 Paths that a client names are checked first. Links, and names in indexes and configs, lead to other files later: so the
-process that reads checks, by Python's audit events, each file that any module opens, and each folder that it lists. The
-packages and what the system tells (/proc, /sys) are readable besides.
+process that reads checks, by Python's audit events, each file that any module opens, and each folder that it lists.
+Installed packages, /proc and /sys are also readable.
 """
 
 from __future__ import annotations

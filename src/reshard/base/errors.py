@@ -62,10 +62,11 @@ class Problem:
 
     def __str__(self) -> str:
         """The message, and one line for each field that is set."""
-        fields = ("tensor", "file", "rule", "expected", "found", "remedy")
+        labels = {"tensor": "tensor", "file": "file", "rule": "rule"}
+        labels |= {"expected": "expected", "found": "found", "remedy": "fix"}
         lines = [
-            f"  {name}: {printable_line(value)}"
-            for name in fields
+            f"  {label}: {printable_line(value)}"
+            for name, label in labels.items()
             if (value := getattr(self, name)) is not None
         ]
         return "\n".join([printable_line(self.message), *lines])

@@ -30,7 +30,7 @@ from reshard.runs.doctor.python_api import DoctorOptions
 from reshard.runs.doctor.remedy_spelling import RunTools, spelled
 
 LABELS = {
-    "en": {"why": "why", "cure": "cure", "where": "where", "because": "because"}
+    "en": {"why": "why", "cure": "fix", "where": "where", "because": "because"}
     | {"sources": "sources", "also": "explains", "clean": "nothing wrong found", "punctuation": ": | (|, |)"}
     | {"sure": "sure", "likely": "likely", "possible": "possible", "unknown": "unknown"}
     | {"seen": "seen", "next": "next", "warning": "warning", "error": "error"}
@@ -256,7 +256,7 @@ def _print_finding(finding: Finding, language: str) -> None:
 
 
 def _print_cure(cure: str) -> None:
-    """Print a remedy unchanged, so that it can be pasted; on a terminal, code is coloured and its lines stay whole."""
+    """Print a fix unchanged, so that it can be pasted; on a terminal, code is coloured and its lines stay whole."""
     console, is_code = stdout(), False
     if not console.is_terminal:
         console.print(escape_lines(cure.rstrip()))

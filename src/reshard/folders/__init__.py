@@ -1,1 +1,1 @@
-"""The folder around weights: which files belong to it, where they may lead, and what others noted there."""
+"""Config, tokenizer and other files beside the weights: which belong to a model, and what tools recorded in them."""

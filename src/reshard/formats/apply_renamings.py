@@ -194,7 +194,7 @@ _ANY = "7000000000"
 
 
 def _full_names(name: str, converted: Tensors) -> Iterator[tuple[str, Planned]]:
-    """Names in full: of the patterns, the one that is part of `name` tells what is before and after it."""
+    """The converted names, each with what stands in `name` before and after the pattern that is part of it."""
     full = name.replace("*.", "0.")
     inner = next((key for key in converted if key in full), None)
     before, _, after = full.partition(inner) if inner is not None else ("", "", "")

@@ -131,7 +131,7 @@ def _holds_sources(source: Path, inside: Sequence[Path], target: Path | str) -> 
             "source-is-destination",
             "the source and the destination are the same",
             file=str(target),
-            rule="sources are only read: the output has a place of its own",
+            rule="SRC is never modified",
             found=f"source {source}" if str(source) != str(target) else None,
             remedy="choose another destination",
         )

@@ -108,7 +108,7 @@ def unknown_model(config: Mapping[str, Any], folder: Path | None, remedy: str) -
 def _settings_note(kinds: Counter[ModeSettings]) -> str:
     how = "; ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
     total = sum(kinds.values())
-    return f"{total} weights are quantized by MLX, and dequantized as it does it: {how}"
+    return f"{total} weights are quantized by MLX, and dequantized the way MLX does: {how}"
 
 
 class _MlxWeights:

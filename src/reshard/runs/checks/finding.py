@@ -40,7 +40,7 @@ class Finding(Problem):
     def __str__(self) -> str:
         """What happened, where, why, and what to do."""
         where = [printable_line(f"{place}  {place.text}".rstrip()) for place in self.places]
-        fields = [*(("where", each) for each in where), ("rule", self.rule), ("remedy", self.remedy)]
+        fields = [*(("where", each) for each in where), ("rule", self.rule), ("fix", self.remedy)]
         lines = [
             f"  {name}: " + printable_lines(text).replace("\n", "\n    ") for name, text in fields if text
         ]

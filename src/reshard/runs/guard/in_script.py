@@ -276,7 +276,7 @@ def _diagnosis(error: Exception) -> str:
     trace = "".join(traceback.format_exception(error))
     known = [each for each in diagnose_text("this exception", trace) if each.certainty != UNKNOWN]
     language = locale_language()
-    why, cure = {"en": ("why: ", "cure: "), "zh": ("原因：", "解法：")}[language]
+    why, cure = {"en": ("why: ", "fix: "), "zh": ("原因：", "解法：")}[language]
     return "\n".join(
         f"reshard doctor: {finding.message.of(language)} {aside(finding).of(language)}\n"
         f"{why}{finding.rule.of(language)}\n{cure}{finding.remedy.of(language)}"

@@ -45,7 +45,7 @@ def of_setting(root: Traceback, log: Log) -> Finding | None:
 
 _OWN = re.compile(
     r"\breshard(?:\.base)?\.errors\.ReshardError: (?P<title>[^\n]{1,400})"
-    r"(?P<fields>(?:\n\s+(?:tensor|file|rule|expected|found): [^\n]*)*)(?:\n\s+remedy: (?P<cure>[^\n]*))?"
+    r"(?P<fields>(?:\n\s+(?:tensor|file|rule|expected|found): [^\n]*)*)(?:\n\s+(?:fix|remedy): (?P<cure>[^\n]*))?"
 )
 
 

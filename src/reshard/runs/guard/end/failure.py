@@ -43,7 +43,7 @@ DISK_FULL_BYTES = 1 << 20
 """Free bytes below which no checkpoint fits on a disk."""
 SOME_RANK = "a rank"
 """A rank of which the log does not tell the number."""
-FAILURE_LABELS = {"en": ("error: ", "why", "cure"), "zh": ("错误：", "原因", "解法")}
+FAILURE_LABELS = {"en": ("error: ", "why", "fix"), "zh": ("错误：", "原因", "解法")}
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ def print_what(failure: Failure, console: Console) -> None:
 
 
 def print_why(failure: Failure, console: Console, language: str = "en") -> None:
-    """Print the cause and its cure."""
+    """Print the cause and its fix."""
     error, why, cure = FAILURE_LABELS[language]
     for finding in failure.findings:
         title = escape(finding.message.of(language))
