@@ -211,6 +211,12 @@ BY_NAME: dict[str, Make] = {
     **dict.fromkeys(("model", "MODEL", "Qwen3-8B", "base"), hub),
     **dict.fromkeys(("CKPT", "ckpt", "run", "SRC", "DST", "CHECKPOINT", "qwen3"), converted),
     "megatron-run": example,
+    **dict.fromkeys(("run-a", "run-b"), converted),
+    "merged": hub,
+    "bridge": stored("peers/bridge/mistral", "peers/bridge/base-mistral/config.json"),
+    "mcore": stored("peers/swift/qwen3/checkpoint-3", "peers/swift/qwen3/checkpoint-3/config.json"),
+    "actor": stored("verl/fsdp2/global_step_3/actor"),
+    "zero": stored("deepspeed/z2", "deepspeed/z2/config.json"),
     "checkpoint-2": converted,  # of ms-swift
     "checkpoint-20": fsdp,
     **dict.fromkeys(("lora", "checkpoint-30"), lora),
