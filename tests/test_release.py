@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tarfile
 import zipfile
 from itertools import chain
@@ -20,7 +19,8 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 from reshard.version import __version__
-from tests import environments
+from tests import environments, first_run
+from tests.first_run import Fresh
 
 REPOSITORY = Path(__file__).parents[1]
 GITHUB = REPOSITORY / ".github"
@@ -141,44 +141,26 @@ def test_links_on_the_page_of_the_index_lead_somewhere(built: tuple[Path, Path])
     assert links and [link for link in links if not link.startswith(("https://", "#"))] == []
 
 
-class Fresh:
-    """A fresh environment with an archive in it, and nothing else of ours: no torch, and no extra."""
-
-    def __init__(self, folder: Path, archive: Path) -> None:
-        self._folder = folder
-        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-        passed = ("PIP_", "SSL_", "REQUESTS_")
-        path = f"{folder / 'venv' / 'bin'}:{os.environ['PATH']}"
-        self._env = {"PATH": path, "HOME": str(folder)}
-        self._env |= {key: value for key, value in os.environ.items() if key.startswith(passed)}
-        done = self.run("pip", "install", "--quiet", archive)
-        assert done.returncode == 0, done.stderr
-
-    def run(self, *words: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*map(str, words)],
-            cwd=self._folder,
-            env=self._env,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sdist", "wheel"])
 def test_an_archive_runs_where_nothing_else_is_installed(
     kind: str, built: tuple[Path, Path], tmp_path: Path
 ) -> None:
     fresh = Fresh(tmp_path, built[kind == "wheel"])
-    assert fresh.run("reshard", "--version").stdout.strip().endswith(__version__)
-    assert "megatron" in fresh.run("reshard", "support").stdout
-    assert json.loads(fresh.run("reshard", "doctor", "--json").stdout)["environment"]["torch"] is None
-    assert fresh.run("python", "-c", "import torch").returncode == 1
-    convert = fresh.run("reshard", "convert", ZERO, "model", "--no-tokenizer")
-    assert convert.returncode == 0, convert.stderr
-    assert fresh.run("reshard", "verify", ZERO, "model", "--json").returncode == 0
+    assert fresh.run("reshard", "--version").strip().endswith(__version__)
+    assert "megatron" in fresh.run("reshard", "support")
+    assert json.loads(fresh.run("reshard", "doctor", "--json"))["environment"]["torch"] is None
+    fresh.run("reshard", "convert", str(ZERO), "model", "--no-tokenizer")
+    fresh.run("reshard", "verify", str(ZERO), "model", "--json")
     assert (tmp_path / "venv" / "share" / "man" / "man1" / "reshard-convert.1").is_file()
+
+
+@pytest.mark.slow
+def test_the_first_page_works_outside_of_the_clone(
+    built: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first_run.main([*built], extras=False)
+    assert capsys.readouterr().out.count("bit for bit") == len(built)
 
 
 @pytest.mark.slow
@@ -187,13 +169,12 @@ def test_a_remedy_that_installs_works_as_printed(built: tuple[Path, Path], tmp_p
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    convert = ("reshard", "convert", model, "out", "--on", "slurm:partition=debug", "--json")
-    remedy = json.loads(fresh.run(*convert).stdout)["problems"][0]["remedy"]
+    convert = ("reshard", "convert", str(model), "out", "--on", "slurm:partition=debug", "--json")
+    remedy = json.loads(fresh.run(*convert, status=2))["problems"][0]["remedy"]
     command = remedy.removesuffix(", here and on all nodes")
     assert command == f"pip install 'reshard[slurm] @ {built[1].as_uri()}'"
-    done = fresh.run("bash", "-c", command)
-    assert done.returncode == 0, done.stderr
-    after = json.loads(fresh.run(*convert).stdout)["problems"][0]
+    fresh.run("bash", "-c", command)
+    after = json.loads(fresh.run(*convert, status=2))["problems"][0]
     assert "remedy" not in after or "pip install" not in after["remedy"]
 
 

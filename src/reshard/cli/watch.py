@@ -53,10 +53,10 @@ def command(run: Path, *, json_output: bool, options: WatchOptions) -> None:
     also if a watch is ended and started again. Steps that the trainer deletes meanwhile are skipped.
 
     \b
-      reshard watch run --to models --keep 3                       folders that transformers loads
-      reshard watch run --to models --run 'eval.sh {path} {step}'  evaluate each step
-      reshard watch run --push-to-hub Org/Name                     a branch of the Hub for each step
-      reshard watch run --to models --once                         what there is now, for a cron job
+      reshard watch run --to models --keep 3                        folders that transformers loads
+      reshard watch run --to models --run 'eval.sh {path} {step}'   evaluate each step
+      reshard watch run --push-to-hub Org/Name                      a branch of the Hub for each step
+      reshard watch run --to models --once                          what there is now, for a cron job
 
     Conversions are those of reshard convert. Each event is a line on stdout; with --json, a line of JSON. What commands
     print goes to stderr. With --to DIR, what is done is recorded in DIR; otherwise in ~/.local/state/reshard.
