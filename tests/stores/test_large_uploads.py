@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import reshard as api
+from reshard.transfer.run_state import AT_RISK_DIVISOR
 from reshard.transfer.unfinished_marker import MARKER, parsed_marker
 from tests.stores.s3_server import BUCKET, S3
 from tests.stores.test_uploading import DST, PREFIX, s3, server
@@ -125,6 +126,31 @@ def test_sigterm_says_what_is_kept_and_how_to_continue(
     done = subprocess.run(typed(large), capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "continuing: " in done.stderr
     assert {name: each for name, each in s3.objects(PREFIX).items() if name in expected} == expected
+
+
+WORKERS, WINDOW_BYTES = 4, 4 << 20
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_little_is_fetched_twice_after_a_kill(s3: S3, large: Path, tmp_path: Path, share: float) -> None:
+    """At most a sixteenth of the model, and the windows in work."""
+    for path in large.iterdir():
+        s3.client.upload_file(str(path), BUCKET, f"large/{path.name}")
+    words = ["convert", f"s3://{BUCKET}/large", str(tmp_path / "dst"), "--to", "huggingface"]
+    flags = ["--max-shard-size", "12MB", "--no-tokenizer", "--workers", str(WORKERS)]
+    command = [sys.executable, "-m", "reshard", *words, *flags]
+    total = 6 * SIZE
+    s3.sent = 0
+    process = running(large, command=lambda src: command)
+    while s3.sent < share * total and process.poll() is None:
+        time.sleep(0.001)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "continuing: " in done.stderr, done.stderr
+    assert s3.sent - total <= total / AT_RISK_DIVISOR + WORKERS * WINDOW_BYTES
+    assert api.verify(tmp_path / "dst", large).equal
 
 
 @pytest.mark.thorough

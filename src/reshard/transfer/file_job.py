@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from threading import Lock
@@ -15,6 +16,9 @@ from reshard.transfer.plan import OutputFile
 from reshard.transfer.run_state import RunState, SourceReads
 from reshard.transfer.sink import Sink
 from reshard.transfer.written_file import BegunBlock, FileState, WrittenFile
+
+RECORD_SECONDS = 5.0
+"""Seconds of work on a file that are lost when the run is killed, if it is slow."""
 
 
 def continued(state: RunState, file: OutputFile) -> FileJob:
@@ -47,7 +51,7 @@ class FileJob:
         """What was read for it that the journal has not recorded yet."""
         self._unsaved_sums = PartDigests()
         self._state, self._file, self.path = state, file, file.path
-        self._loose = 0
+        self._unrecorded, self._unflushed, self._recorded_at = 0, 0, time.monotonic()
         self._saving = Lock()
         self._sink: Sink | None = None
         self._digest = digest
@@ -85,23 +89,38 @@ class FileJob:
         self.digest.add(data, offset)
 
     def wrote(self, batch: Batch, begun: BegunBlock | None, nbytes: int, gatherer: Gatherer) -> None:
-        """Count a window, after which a large block may have `begun`; flush to disk at intervals."""
+        """Count a window, after which a large block may have `begun`."""
         with self._state.lock:
-            if begun:
-                self.written.begun[batch.number] = begun
-                self._keep(SourceReads(ranges=gatherer.take_passed()))
-            self._loose += nbytes
-            ranges = sum(map(len, self.unsaved.ranges.values()))
-            if self._loose < self._state.every and ranges < FLUSH_RANGES:
+            self._unrecorded += nbytes
+            self._unflushed += nbytes
+            if not begun:
                 return
-            self._loose = 0
-        self.save()
+            self.written.begun[batch.number] = begun
+            self._keep(SourceReads(ranges=gatherer.take_passed()))
+        self._record_at_times()
 
     def finish(self, written: WrittenFile, read: SourceReads) -> None:
         """Add batches that are written, and what was read for them."""
         with self._state.lock:
             self.written.add(written)
             self._keep(read)
+        if self.waiting or self.active > 1:  # or else it is complete, and `close` records it
+            self._record_at_times()
+
+    def _record_at_times(self) -> None:
+        """Record what is written after some bytes or seconds; after more bytes, flush it to disk first."""
+        with self._state.lock:
+            ranges, now = sum(map(len, self.unsaved.ranges.values())), time.monotonic()
+            is_late = now - self._recorded_at >= RECORD_SECONDS
+            if self._unrecorded < self._state.every and ranges < FLUSH_RANGES and not is_late:
+                return
+            self._unrecorded, self._recorded_at = 0, now
+            must_flush = self._unflushed >= self._state.flush_every
+            self._unflushed = 0 if must_flush else self._unflushed
+        if must_flush:
+            self.save()
+        else:
+            self.record()
 
     def _keep(self, read: SourceReads) -> None:
         """Keep what was read for the journal; the ranges only if it is open, since the ledger has them too."""

@@ -2,7 +2,7 @@
 
 A journal is a file of lines that is only appended to. Each line begins with the CRC32 of the rest: a line that a crash
 cut short ends the journal, and everything after it is ignored. The first line says what the output is made of; each
-other line names bytes that were on disk before it was written.
+other line names bytes that were written before, if not yet on disk: the next run compares them with their digests.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ RESERVED_BYTES = 1 << 20
 """Bytes allocated on disk ahead of the journal's end, so that progress can still be recorded when the disk is full."""
 
 FLUSH_BYTES = 256 << 20
-"""Most bytes of a file that are lost when the run is killed or the machine fails: it flushes this often."""
+"""Most bytes of a file that are lost when the machine fails: it flushes this often."""
 
 FLUSH_RANGES = 1 << 14
-"""Number of source ranges after which it flushes too, for tensors with short rows: until then they take memory."""
+"""Number of source ranges after which they are recorded, for tensors with short rows: until then they take memory."""
 
 SOURCE_CHANGED = "the source has changed since"
 

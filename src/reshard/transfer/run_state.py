@@ -24,13 +24,10 @@ from reshard.transfer.sink import stays_cached
 from reshard.transfer.written_file import WrittenFile
 
 AT_RISK_DIVISOR = 16
-"""All threads together lose at most 1/AT_RISK_DIVISOR of an output when the run is killed.
-
-That is, if it is at least `MIN_FLUSH_BYTES` for each of them.
-"""
+"""All threads together lose at most 1/AT_RISK_DIVISOR of an output when the run is killed, and the windows in work."""
 
 MIN_FLUSH_BYTES = 16 << 20
-"""Bytes of a file that are not worth a wait for the disk."""
+"""Bytes of a file that are not worth a wait for the disk. Only a machine that fails loses what the system has."""
 
 
 @dataclass
@@ -109,8 +106,10 @@ class RunState:
         self.windows = Windows(share.windows) if share.windows else None
         size = sum(file.size for file in plan.files)
         self.direct = not stays_cached(size)
-        self.every = min(FLUSH_BYTES, max(MIN_FLUSH_BYTES, size // AT_RISK_DIVISOR // share.threads))
-        """Bytes of a file after which the progress is recorded."""
+        self.every = min(FLUSH_BYTES, size // AT_RISK_DIVISOR // share.threads)
+        """Bytes of a file after which its progress is recorded."""
+        self.flush_every = min(FLUSH_BYTES, max(MIN_FLUSH_BYTES, self.every))
+        """Bytes of a file after which they are flushed to disk, too."""
         before = journal.progress
         self.files = dict(before.files)
         self.report = RunTotals(before.nbytes, before.nbytes)
