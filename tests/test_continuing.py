@@ -18,7 +18,7 @@ from reshard.transfer.journal import RESERVED_BYTES, Journal, OutputIdentity
 from reshard.transfer.leftovers import recover, remove_unfinished, unfinished
 from reshard.transfer.sink import allocate
 from reshard.transfer.staging import staged
-from reshard.transfer.written_file import BegunBlock, WrittenFile
+from reshard.transfer.written_file import BegunBlock, FileState, WrittenFile
 from tests.staging import LEFT, names, write
 
 ONE, OTHER = OutputIdentity("1", "a", "x"), OutputIdentity("1", "a", "y")
@@ -34,7 +34,7 @@ def interrupted(
         staged(target, {"done": 4, "rest": 4}, overwrite=overwrite, journal=journal) as folder,
     ):
         (folder / "done").write_text("done")
-        journal.record("done", WrittenFile(4, modified=(folder / "done").stat().st_mtime_ns))
+        journal.record("done", WrittenFile(4, state=FileState.of((folder / "done").stat()), digest="0f"))
         raise error
 
 
@@ -229,7 +229,7 @@ def test_a_record_of_a_file_is_the_same_when_it_was_stored() -> None:
     assert again == written and again.nbytes == 17 and not again.is_whole
     again.add(WrittenFile(finished=9, batches={3}))
     assert again.nbytes == 22 and again.begun.keys() == {4}
-    whole = WrittenFile(22, modified=1, digest="0f", elsewhere="etag")
+    whole = WrittenFile(22, state=FileState(1, 2, 3, "boot"), digest="0f", elsewhere="etag")
     assert WrittenFile.of_entry(json.loads(json.dumps(whole.as_entry()))) == whole
 
 
