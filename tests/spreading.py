@@ -18,22 +18,24 @@ from threading import Event, Thread
 from typing import Any
 
 import reshard
-from reshard.cluster import distribute
+from reshard.cluster import plan_parts
+from reshard.transfer import part_claims
 
 
-def small_parts(shares: int = 12, least: int = 1 << 20) -> None:
+def small_parts() -> None:
     """Split even small models into parts for all workers."""
-    distribute.PARTS_PER_WORKER, distribute.MIN_PART_BYTES = shares, least
+    plan_parts.MIN_PART_BYTES = 1 << 20
 
 
 def at_work(dst: Path) -> list[int]:
-    """The processes that are writing a part of an output, by their open claim files."""
+    """The processes that are writing a part of an output, by the open files that they have locked, and their claims."""
     found = set()
     for process in (each for each in Path("/proc").iterdir() if each.name.isdecimal()):
         with suppress(OSError):  # it ends, or closes a file, just now
             for link in (process / "fd").iterdir():
-                target = str(link.readlink())
-                if target.startswith(f"{dst.parent}/.{dst.name}.partial-") and target.endswith(".claim"):
+                target = link.readlink()
+                is_worker = target.suffix == ".worker" and target.is_relative_to(dst.parent)
+                if is_worker and part_claims.unfinished_parts(target.parent, int(target.stem)):
                     found.add(int(process.name))
     return sorted(found - {os.getpid()})
 

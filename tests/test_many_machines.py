@@ -10,11 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from zlib import crc32
 
@@ -24,9 +22,9 @@ from safetensors.torch import load_file, save_file
 import reshard
 from bench.models import QWEN2_5_3B, make
 from reshard.base.errors import Problem, ReshardError
-from reshard.cluster import distribute
+from reshard.cluster import plan_parts
+from reshard.cluster.distribute import WorkerOrder
 from reshard.cluster.part_worker import PartWorker, identity_of
-from reshard.cluster.plan_parts import PlanPart
 from reshard.formats.options import ConversionOptions
 from reshard.planning import plan_conversion
 from reshard.transfer import part_claims
@@ -66,13 +64,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 JOBS = "slurm:cluster=local,nodes=2,time=10"
-"""Two processes of this machine at a time, each for one part."""
+"""Two workers: processes of this machine."""
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distribute, "PARTS_PER_WORKER", 3)
-    monkeypatch.setattr(distribute, "MIN_PART_BYTES", 1 << 20)
+    monkeypatch.setattr(plan_parts, "MIN_PART_BYTES", 1 << 20)
 
 
 def leftovers(dst: Path) -> list[Path]:
@@ -274,96 +271,110 @@ def worker(source: Path, **changes: Any) -> PartWorker:
     return PartWorker(source, options, identity, True, 1 << 28, 2)
 
 
-def order(folder: Path) -> distribute.PartOrder:
-    return distribute.PartOrder(folder / "output", folder / "1.claim", "token", PlanPart(1))
+def order(folder: Path) -> WorkerOrder:
+    return WorkerOrder(folder / "output", folder / "claims", 0, 1)
 
 
 def test_a_worker_that_sees_another_folder_says_so(sources: dict[str, Path], tmp_path: Path) -> None:
-    for there in (None, "of another machine"):
-        if there:
-            (tmp_path / "1.claim").write_text(there)
-        error = worker(sources["model"])(order(tmp_path)).error
-        assert isinstance(error, ReshardError)
-        assert "choose a destination on a file system that all nodes share" in str(error)
+    error = worker(sources["model"])(order(tmp_path))
+    assert isinstance(error, ReshardError)
+    assert "choose a destination on a file system that all nodes share" in str(error)
 
 
 @pytest.mark.parametrize(("part", "words"), [("version", "other code"), ("sources", "other files")])
 def test_a_worker_that_would_write_something_else_writes_nothing(
     sources: dict[str, Path], tmp_path: Path, part: str, words: str
 ) -> None:
-    part_claims.stake(tmp_path / "1.claim", "token")
-    error = worker(sources["model"], **{part: "0"})(order(tmp_path)).error
+    (tmp_path / "claims").mkdir()
+    error = worker(sources["model"], **{part: "0"})(order(tmp_path))
     assert isinstance(error, ReshardError) and words in str(error)
     gone = PartWorker(
         tmp_path / "gone", ConversionOptions(to="megatron"), worker(sources["model"]).identity, True, 1, 1
     )
-    error = gone(order(tmp_path)).error
+    error = gone(order(tmp_path))
     assert isinstance(error, ReshardError) and "sees a different source" in str(error)
 
 
-HOLD = """
+PULL = """
 import sys, time
 from pathlib import Path
-from reshard.transfer import part_claims as claims
-with claims.held(Path(sys.argv[1]), "token") as is_stopped:
-    print("held", flush=True)
-    while not is_stopped():
-        time.sleep(0.05)
-print("stopped", flush=True)
+from reshard.transfer import part_claims
+folder, worker, workers, parts, pause = Path(sys.argv[1]), *map(int, sys.argv[2:])
+with part_claims.working(folder, worker) as is_stopped:
+    claims = part_claims.Claims(folder, worker, workers, parts)
+    print("working", flush=True)
+    while not is_stopped() and (number := claims.take()) is not None:
+        print(number, flush=True)
+        while pause and not is_stopped():
+            time.sleep(0.05)
+        if not is_stopped():
+            part_claims.save(folder / f"{number}.done", worker)
 """
 
 
-def holder(claim: Path) -> subprocess.Popen[str]:
+def puller(
+    folder: Path, worker: int, workers: int = 1, parts: int = 1, pause: int = 1
+) -> subprocess.Popen[str]:
+    """A process that claims parts, and with `pause` finishes none until it is stopped."""
+    words = map(str, (folder, worker, workers, parts, pause))
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(claim)], stdout=subprocess.PIPE, text=True, env=os.environ
+        [sys.executable, "-c", PULL, *words], stdout=subprocess.PIPE, text=True, env=os.environ
     )
-    assert process.stdout and process.stdout.readline() == "held\n"
+    assert process.stdout and process.stdout.readline() == "working\n"
     return process
 
 
+def parts_of(process: subprocess.Popen[str]) -> list[int]:
+    assert process.stdout
+    return [int(line) for line in process.stdout.read().split()]
+
+
+def test_each_part_is_claimed_once(tmp_path: Path) -> None:
+    """By processes that compete for the shares of two that never start."""
+    together = [puller(tmp_path, worker, workers=5, parts=2000, pause=0) for worker in range(3)]
+    claimed = [parts_of(process) for process in together]
+    assert sorted(part for parts in claimed for part in parts) == list(range(2000))
+    assert [process.wait() for process in together] == [0, 0, 0]
+    done = dict(part_claims.finished(tmp_path, range(2000)))
+    assert done == {part: worker for worker, parts in enumerate(claimed) for part in parts}
+
+
 def test_a_part_is_not_begun_before_its_worker_has_ended(tmp_path: Path) -> None:
-    claim = tmp_path / "1.claim"
-    part_claims.stake(claim, "token")
-    first = holder(claim)
-    entered: list[bool] = []
-
-    def enter() -> None:
-        with part_claims.held(claim, "token") as is_stopped:
-            entered.append(is_stopped())
-
-    thread = Thread(target=enter)
-    thread.start()
-    time.sleep(0.5)
-    assert not entered
+    first = puller(tmp_path, 0)
+    assert first.stdout and first.stdout.readline() == "0\n"
+    assert part_claims.unfinished_parts(tmp_path, 0) == [0]
+    first.send_signal(signal.SIGSTOP)  # cut off: it does not hear
+    assert not part_claims.release(tmp_path, 0)
+    assert part_claims.Claims(tmp_path, 1, 1, 1).take() is None
     first.kill()
-    thread.join(20)
-    assert entered == [False]
     first.wait()
+    with part_claims.working(tmp_path, 0) as is_stopped:  # the next process of the same worker
+        assert not is_stopped() and not part_claims.unfinished_parts(tmp_path, 0)
+        assert part_claims.Claims(tmp_path, 1, 1, 1).take() == 0
 
 
-def test_a_claim_that_is_gone_tells_its_worker_to_stop(tmp_path: Path) -> None:
-    claim = tmp_path / "1.claim"
-    part_claims.stake(claim, "token")
-    with part_claims.held(claim, "token") as is_stopped:
+def test_a_worker_whose_file_is_gone_stops(tmp_path: Path) -> None:
+    with part_claims.working(tmp_path, 0) as is_stopped:
         assert not is_stopped()
-        claim.unlink()
+        (tmp_path / "0.worker").unlink()
         assert is_stopped()
 
 
 def test_workers_of_an_earlier_run_are_stopped_before_another_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim = tmp_path / "1.claim"
-    part_claims.stake(claim, "token")
-    first = holder(claim)
-    part_claims.withdraw(tmp_path)
-    assert first.wait(20) == 0 and not claim.exists()
-    part_claims.stake(claim, "token")
-    second = holder(claim)
+    (tmp_path / "claims/run").mkdir(parents=True)
+    first = puller(tmp_path / "claims/run", 0)
+    part_claims.withdraw(tmp_path / "claims")
+    assert first.wait(20) == 0 and not (tmp_path / "claims").exists()
+    with pytest.raises(part_claims.UnseenError), part_claims.working(tmp_path / "claims/run", 1):
+        pass  # one that had not begun yet
+    (tmp_path / "claims/run").mkdir(parents=True)
+    second = puller(tmp_path / "claims/run", 0)
     second.send_signal(signal.SIGSTOP)  # it does not hear
     monkeypatch.setattr(part_claims, "CLAIM_TIMEOUT_SECONDS", 0.5)
     with pytest.raises(ReshardError, match="still writing") as error:
-        part_claims.withdraw(tmp_path)
+        part_claims.withdraw(tmp_path / "claims")
     assert isinstance(error.value.__cause__, OSError)  # so that what is written is kept
     second.kill()
     second.wait()

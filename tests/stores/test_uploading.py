@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import reshard as api
-from reshard.cluster import distribute
+from reshard.cluster import plan_parts
 from reshard.stores import source_path
 from reshard.stores.bucket import Bucket
 from reshard.transfer import unfinished_marker, uploading
@@ -79,7 +79,7 @@ def test_other_machines_write_and_this_one_uploads(
     s3: S3, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("submitit")
-    monkeypatch.setattr(distribute, "MIN_PART_BYTES", 1 << 17)
+    monkeypatch.setattr(plan_parts, "MIN_PART_BYTES", 1 << 17)
     api.convert(model, tmp_path / "dst", **SHARDS)
     assert told(model, on="slurm:cluster=local,nodes=2") == []
     assert s3.objects(PREFIX) == content(tmp_path / "dst")

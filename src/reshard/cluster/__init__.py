@@ -1,1 +1,1 @@
-"""One conversion on many machines: parts of a plan, handed out to workers through Dask, Ray, Slurm or MPI."""
+"""One conversion on many machines: workers, started by Slurm, take parts of a plan until none is left."""

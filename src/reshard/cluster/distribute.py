@@ -1,4 +1,4 @@
-"""Execute a plan on many machines: hand out parts to workers, and merge their results here.
+"""Execute a plan on many machines: workers take parts of it, and this process merges what they report.
 
 The process that starts the run keeps the journal and completes the files. Last, it writes the files without tensors
 (indexes, trackers, configs) itself.
@@ -7,8 +7,8 @@ The process that starts the run keeps the journal and completes the files. Last,
 from __future__ import annotations
 
 import secrets
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,27 +28,27 @@ from reshard.transfer.run_state import RunState, RunTotals, SourceReads, opened
 from reshard.transfer.threads import together
 
 MAX_TRIES = 3
-"""Most attempts at a part whose worker is lost."""
+"""Most attempts at a part whose worker is lost, and at starting a worker."""
 
-PARTS_PER_WORKER = 4
-"""Parts per worker: enough that all workers finish at about the same time."""
+PARTS = "parts.pickle"
+"""The list of parts, in the folder of claims."""
 
-MIN_PART_BYTES = 64 << 20
-"""Least bytes of a part, so that writing it takes longer than handing it out."""
+ENDING_SECONDS = 5.0
+"""Seconds for workers to end once nothing is left to do, before they are cancelled."""
 
 
 @dataclass(frozen=True)
-class PartOrder:
-    """A part, with what a worker needs to write it. `claim` and `token` are those of the part."""
+class WorkerOrder:
+    """What worker `number` of `count` needs: the folder of the output, and that of the claims, with `PARTS`."""
 
     folder: Path
-    claim: Path
-    token: str
-    part: PlanPart
+    claims: Path
+    number: int
+    count: int
 
 
-Perform = Callable[[PartOrder], PartOutcome]
-"""Executes a part, in any process; picklable."""
+Perform = Callable[[WorkerOrder], "Exception | None"]
+"""Takes parts until none is left, in any process, and returns the error that it failed with; picklable."""
 
 
 def spread(
@@ -57,6 +57,7 @@ def spread(
     executor: Slurm,
     perform: Perform,
     *,
+    pullers: int,
     share: ThreadShare,
     checksum: bool = True,
     on_bytes: Callable[[int], None] = lambda count: None,
@@ -66,7 +67,8 @@ def spread(
 ) -> RunTotals:
     """Write all files of `plan` to `folder`, which all workers see, as `execute` does on one machine.
 
-    Raises what `execute` raises, on any machine, and ReshardError if workers are lost repeatedly.
+    `pullers` is the number of threads of each worker. Raises what `execute` raises, on any machine, and ReshardError if
+    workers are lost repeatedly.
     """
     state = opened(
         plan, folder, share, journal or Journal(), checksum=checksum, on_bytes=on_bytes, on_lost=on_lost
@@ -75,16 +77,15 @@ def spread(
     local = [file for file in left if next(iter(file.blocks), None) is None]
     names = {file.path for file in local}
     remote = [file for file in left if file.path not in names]
-    _Distribution(state, executor, perform, on_file).write(remote, whole)
+    _Distribution(state, executor, perform, on_file).write(remote, whole, pullers)
     with Queue(state, local, lambda file: continued(state, file), FileJob.close, on_file) as queue:
         together(lambda index, stopped: queue.work(stopped), share.threads)
     return state.settle()
 
 
-def parts_for(workers: int, jobs: Iterable[FileJob], left: int) -> list[PlanPart]:
-    """Cut `jobs`, with `left` bytes to write, into parts, in the order in which they are handed out."""
-    most = max(MIN_PART_BYTES, left // (PARTS_PER_WORKER * workers))
-    return sorted(cut(jobs, most), key=lambda part: part.nbytes <= 2 * most)  # much longer parts begin first
+def parts_for(pullers: int, jobs: Iterable[FileJob], left: int) -> list[PlanPart]:
+    """Cut `jobs`, with `left` bytes to write, into parts for `pullers` threads; the largest are taken first."""
+    return sorted(cut(jobs, left, pullers), key=lambda part: -part.nbytes)
 
 
 class _Distribution:
@@ -92,18 +93,19 @@ class _Distribution:
 
     def __init__(self, state: RunState, executor: Slurm, perform: Perform, on_file: OnFile) -> None:
         self._state, self._executor, self._perform, self._on_file = state, executor, perform, on_file
-        self._claims = state.folder.with_name(part_claims.CLAIMS_FOLDER)
-        self._token = secrets.token_hex(8)
+        self._claims = state.folder.with_name(part_claims.CLAIMS_FOLDER) / secrets.token_hex(8)
         self._tries: Counter[int] = Counter()
         self._jobs: dict[str, FileJob] = {}
+        self._parts: list[PlanPart] = []
+        self._running: dict[Future[Exception | None], WorkerOrder] = {}
 
-    def write(self, files: Sequence[OutputFile], whole: Iterable[str]) -> None:
+    def write(self, files: Sequence[OutputFile], whole: Iterable[str], pullers: int) -> None:
         """Have workers write the rest of `files`; those that are `whole` already are only passed on."""
         jobs = [continued(self._state, file) for file in files]
         written = [job for job in jobs if not job.waiting]
         self._jobs = {job.path: job for job in jobs if job.waiting}
         left = sum(file.size - job.written.nbytes for file, job in zip(files, jobs, strict=True))
-        parts = parts_for(self._executor.slots, jobs, left)
+        self._parts = parts_for(self._executor.slots * pullers, jobs, left)
         stopped = Event()
 
         def close(job: FileJob) -> None:
@@ -115,59 +117,67 @@ class _Distribution:
             try:
                 closing = {closers.submit(close, job) for job in written}
                 closing |= {closers.submit(self._on_file, path, stopped) for path in whole}
-                self._follow(deque(parts), closing, lambda job: closers.submit(close, job))
+                self._follow(closing, lambda job: closers.submit(close, job))
             finally:
                 stopped.set()
                 part_claims.stop(self._claims)
 
-    def _follow(
-        self, waiting: deque[PlanPart], closing: set[Future[None]], close: Callable[[FileJob], Future[None]]
-    ) -> None:
-        """Keep the workers busy until no part is left, and close each file once all of it is written."""
-        running: dict[Future[PartOutcome], PlanPart] = {}
-        while waiting or running or closing:
-            count = min(self._executor.queue - len(running), len(waiting))
-            if count > 0:
-                taken = [waiting.popleft() for _ in range(count)]
-                orders = [self._order(part) for part in taken]
-                futures = self._executor.submit(self._perform, orders, self._claims)
-                running.update(zip(futures, taken, strict=True))
-            pending: list[Future[Any]] = [*running, *closing]
+    def _start(self) -> list[WorkerOrder]:
+        """Start as many workers as can get a part."""
+        count = min(self._executor.slots, len(self._parts))
+        orders = [WorkerOrder(self._state.folder, self._claims, number, count) for number in range(count)]
+        self._claims.mkdir(parents=True)
+        part_claims.save(self._claims / PARTS, self._parts)
+        self._submit(orders)
+        return orders
+
+    def _submit(self, orders: Sequence[WorkerOrder]) -> None:
+        futures = self._executor.submit(self._perform, orders, self._claims)
+        self._running.update(zip(futures, orders, strict=True))
+
+    def _follow(self, closing: set[Future[None]], close: Callable[[FileJob], Future[None]]) -> None:
+        """Merge parts until all are written, replace lost workers, and close each file once it is complete."""
+        orders, waiting = self._start(), set(range(len(self._parts)))
+        while waiting or closing:
+            pending: list[Future[Any]] = [*self._running, *closing]
             done, _ = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
             for future in done & closing:
                 closing.remove(future)
                 future.result()
-            for future in done & running.keys():
-                part = running.pop(future)
-                outcome = self._outcome(part, future)
-                if outcome is None:
-                    waiting.appendleft(part)
-                else:
-                    closing.update(map(close, self._merge(part, outcome)))
+            for number, outcome in part_claims.finished(self._claims, waiting):
+                waiting.remove(number)
+                closing.update(map(close, self._merge(self._parts[number], outcome)))
+            lost: dict[WorkerOrder, Exception] = {}
+            for future in done & self._running.keys():
+                order = self._running.pop(future)
+                if isinstance(reason := future.exception(), Exception):
+                    lost[order] = reason
+                elif error := future.result():
+                    raise error
+            if waiting and not self._running and not lost:
+                lost = dict.fromkeys(orders, RuntimeError("no worker is left"))
+            if lost and waiting:
+                self._replace(lost)
+        wait(self._running, timeout=ENDING_SECONDS)
 
-    def _order(self, part: PlanPart) -> PartOrder:
-        claim = self._claims / f"{part.number}.claim"
-        part_claims.stake(claim, self._token)
-        return PartOrder(self._state.folder, claim, self._token, part)
-
-    def _outcome(self, part: PlanPart, future: Future[PartOutcome]) -> PartOutcome | None:
-        """The outcome of a part; None if its worker was lost and the part must be repeated."""
-        self._tries[part.number] += 1
-        try:
-            outcome = future.result()
-        except Exception as error:
-            if self._tries[part.number] < MAX_TRIES:
-                return None
-            raise ReshardError(
-                "workers-lost",
-                "workers died while they were writing a part of the output",
-                found=f"{part}: {self._tries[part.number]} times, at last {type_and_message(error)}",
-                remedy="see in the log of the workers why they ended (out of memory, preempted), then run the same "
-                "command again: it continues",
-            ) from _passing_error(error)
-        if outcome.error:
-            raise outcome.error
-        return outcome
+    def _replace(self, lost: Mapping[WorkerOrder, Exception]) -> None:
+        """Replace workers that ended with an error. Raises ReshardError if that was tried too often."""
+        for order, error in lost.items():
+            # Those that have no part are counted as well.
+            numbers = part_claims.unfinished_parts(self._claims, order.number) or [-1 - order.number]
+            self._tries.update(numbers)
+            worst = max(numbers, key=self._tries.__getitem__)
+            if self._tries[worst] >= MAX_TRIES:
+                part = self._parts[worst] if worst >= 0 else f"worker {order.number}, before its first part"
+                raise ReshardError(
+                    "workers-lost",
+                    "workers died while they were writing a part of the output",
+                    found=f"{part}: {self._tries[worst]} times, at last {type_and_message(error)}",
+                    remedy="see in the log of the workers why they ended (out of memory, preempted), then run the same "
+                    "command again: it continues",
+                ) from _passing_error(error)
+            part_claims.release(self._claims, order.number)
+        self._submit(list(lost))
 
     def _merge(self, part: PlanPart, outcome: PartOutcome) -> list[FileJob]:
         """Merge and record the findings of a part; return the files with nothing left to write."""
@@ -185,7 +195,6 @@ class _Distribution:
             job.record()
             if job.is_written():
                 whole.append(self._jobs.pop(path))
-        (self._claims / f"{part.number}.claim").unlink(missing_ok=True)
         state.advance(part.nbytes)
         return whole
 

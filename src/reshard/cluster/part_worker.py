@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 import traceback
 from collections.abc import Callable, Iterator
@@ -10,22 +11,24 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 
 from reshard.base.errors import ReshardError, cause_of, type_and_message
 from reshard.cluster import slurm_executor
-from reshard.cluster.distribute import PartOrder, spread
-from reshard.cluster.plan_parts import PartOutcome, execute_part
+from reshard.cluster.distribute import PARTS, WorkerOrder, spread
+from reshard.cluster.plan_parts import execute_part
 from reshard.folders.companion_names import RECORD
 from reshard.formats.options import ConversionOptions
 from reshard.planning import plan_conversion
 from reshard.transfer import part_claims
 from reshard.transfer.execute import execute
 from reshard.transfer.journal import OutputIdentity
-from reshard.transfer.memory_budget import MemoryMeter, shared
+from reshard.transfer.memory_budget import USUAL_THREADS, MemoryMeter, shared
 from reshard.transfer.plan import Plan
 from reshard.transfer.run_state import RunTotals
+from reshard.transfer.threads import together
 from reshard.version import __version__
 
 Execute = Callable[..., RunTotals]
@@ -82,7 +85,7 @@ def _at(options: ConversionOptions, place: Callable[[Path], Path]) -> Conversion
 
 @dataclass(frozen=True)
 class PartWorker:
-    """Executes parts of one conversion, in any process that sees the same files. `workers` is the threads per part."""
+    """Writes parts of one conversion, in any process that sees the same files. `workers` is its number of threads."""
 
     source: Path
     options: ConversionOptions
@@ -91,29 +94,39 @@ class PartWorker:
     memory: int
     workers: int | None
 
-    def __call__(self, order: PartOrder) -> PartOutcome:
-        """Execute a part. Every error is part of the outcome: submitit would pass on its text only."""
+    def __call__(self, order: WorkerOrder) -> Exception | None:
+        """Write parts until none is left. Returns the error: submitit would pass on its text only."""
         try:
-            with part_claims.held(order.claim, order.token) as is_stopped:
-                return self._done(order, is_stopped)
+            with part_claims.working(order.claims, order.number) as is_stopped:
+                self._work(order, is_stopped)
         except part_claims.UnseenError:
-            return PartOutcome(error=_unseen(order.folder))
+            return _unseen(order.folder)
         except Exception as error:
             known = isinstance(error, (ReshardError, OSError, MemoryError))
             text = "".join(traceback.format_exception(error))
-            return PartOutcome(error=error if known else RuntimeError(f"{type_and_message(error)}\n{text}"))
+            return error if known else RuntimeError(f"{type_and_message(error)}\n{text}")
+        return None
 
-    def _done(self, order: PartOrder, is_stopped: Callable[[], bool]) -> PartOutcome:
+    def _work(self, order: WorkerOrder, is_stopped: Callable[[], bool]) -> None:
         plan, memory = self._plan()
+        share = shared(self.workers, memory, plan.need)
+        parts = pickle.loads((order.claims / PARTS).read_bytes())
+        claims = part_claims.Claims(order.claims, order.number, order.count, len(parts))
+
+        def pull(index: int, stopped: Event) -> None:
+            """Take one part after another: while one thread waits for the disk, others compute."""
+
+            def is_over() -> bool:
+                return stopped.is_set() or is_stopped()
+
+            while (number := claims.take()) is not None:
+                outcome = execute_part(
+                    plan, order.folder, parts[number], is_over, share=share.alone(), checksum=self.checksum
+                )
+                part_claims.save(order.claims / f"{number}.done", outcome)
+
         try:
-            return execute_part(
-                plan,
-                order.folder,
-                order.part,
-                is_stopped,
-                share=shared(self.workers, memory, plan.need),
-                checksum=self.checksum,
-            )
+            together(pull, share.threads)
         except (ReshardError, OSError) as error:
             if problems := plan.sources.changed():
                 raise ReshardError(problems) from cause_of(error)
@@ -152,7 +165,7 @@ def executing_on(
     identity = identity_of(plan, options, checksum=checksum, inodes=False)
     with slurm_executor.opened(on) as executor:
         worker = PartWorker(source, options, identity, checksum, memory, workers)
-        yield partial(spread, executor=executor, perform=worker)
+        yield partial(spread, executor=executor, perform=worker, pullers=workers or USUAL_THREADS)
 
 
 def _otherwise(source: Path, found: str) -> ReshardError:

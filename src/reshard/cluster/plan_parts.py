@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 from reshard.algebra.storage import Storage
 from reshard.base.errors import listed
@@ -17,8 +18,16 @@ from reshard.transfer.ledger import CELL_BYTES, Ledger
 from reshard.transfer.memory_budget import ThreadShare
 from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.run_state import RunState, SourceReads
-from reshard.transfer.threads import together
 from reshard.transfer.written_file import BegunBlock, WrittenFile
+
+MIN_PART_BYTES = 16 << 20
+"""Least bytes of a part: less would take longer to claim, open and flush than to write."""
+
+MAX_PART_BYTES = 1 << 30
+"""Most bytes of a part, unless one tensor has more: what a worker loses if it is killed."""
+
+ROUND_DIVISOR = 8
+"""All pullers together take 1/ROUND_DIVISOR of what is left, in one part each."""
 
 
 @dataclass
@@ -28,7 +37,6 @@ class PlanPart:
     `begun` are large blocks that an earlier run has written up to some byte.
     """
 
-    number: int
     nbytes: int = 0
     batches: dict[str, list[int]] = field(default_factory=dict)
     begun: dict[str, dict[int, BegunBlock]] = field(default_factory=dict)
@@ -39,7 +47,7 @@ class PlanPart:
 
 @dataclass
 class PartOutcome:
-    """What a worker found in a part that is on disk now, or the `error` that it failed with.
+    """What a worker found in a part that is on disk now.
 
     `files` maps each path to what is written of it and the digests of its bytes; `read` has the CRC32s of what was
     read, and `names` gives a tensor for each storage if known.
@@ -48,24 +56,24 @@ class PartOutcome:
     files: dict[str, tuple[WrittenFile, SeenCells]] = field(default_factory=dict)
     read: SourceReads = field(default_factory=SourceReads)
     names: Mapping[Storage, str] = field(default_factory=dict)
-    error: Exception | None = None
 
 
 class PartStoppedError(Exception):
     """The run no longer needs the part."""
 
 
-def cut(jobs: Iterable[FileJob], most: int) -> Iterator[PlanPart]:
-    """Cut jobs into parts of about `most` bytes; a batch is never cut. Takes the jobs' waiting batches."""
-    part = PlanPart(0)
+def cut(jobs: Iterable[FileJob], left: int, pullers: int) -> Iterator[PlanPart]:
+    """Cut jobs, with `left` bytes to write, into parts that shrink; a batch is never cut. Takes the waiting batches."""
+    part = PlanPart()
     for job in jobs:
         waiting, job.waiting = job.waiting[::-1], []
         for batch in waiting:
             begun = job.written.begun.get(batch.number)
             nbytes = batch.end - (begun.end if begun else batch.begin)
-            if part.batches and part.nbytes + nbytes > most:
+            if part.batches and part.nbytes + nbytes > part_bytes(left, pullers):
                 yield part
-                part = PlanPart(part.number + 1)
+                left -= part.nbytes
+                part = PlanPart()
             if job.path not in part.batches:
                 part.batches[job.path] = []
                 job.active += 1
@@ -75,6 +83,14 @@ def cut(jobs: Iterable[FileJob], most: int) -> Iterator[PlanPart]:
                 part.begun.setdefault(job.path, {})[batch.number] = begun
     if part.batches:
         yield part
+
+
+def part_bytes(left: int, pullers: int) -> int:
+    """The bytes of the next part if `left` are not divided yet.
+
+    The parts shrink, so that at the end nobody waits long for the last one.
+    """
+    return min(MAX_PART_BYTES, max(MIN_PART_BYTES, left // (ROUND_DIVISOR * pullers)))
 
 
 def execute_part(
@@ -88,13 +104,14 @@ def execute_part(
 ) -> PartOutcome:
     """Write the batches of a part to `folder`, which has the parents of its files, and wait for the disk.
 
-    Raises PartStoppedError if `is_stopped` returns true, and what `execute` raises.
+    `share` is the thread's own. Raises PartStoppedError if `is_stopped` returns true, and what `execute` raises.
     """
 
     def on_bytes(count: int) -> None:
         if is_stopped():
             raise PartStoppedError
 
+    on_bytes(0)
     ledger = Ledger(every=True, boundary=CELL_BYTES, most=share.ranges) if checksum else None
     state = RunState(plan, folder, share, ledger, Journal(), on_bytes)
     outcome = PartOutcome(names=state.names)
@@ -113,6 +130,6 @@ def execute_part(
 
     queue = Queue(state, (file for file in plan.files if file.path in part.batches), begin, close)
     with queue:
-        together(lambda index, stopped: queue.work(stopped), share.threads)
+        queue.work(Event())
     outcome.read.ranges = ledger.passed if ledger else {}
     return outcome

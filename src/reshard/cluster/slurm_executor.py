@@ -21,12 +21,13 @@ from typing import Any, TypeVar
 from reshard.base.errors import UNUSABLE, ReshardError, type_and_message
 from reshard.base.missing_packages import install_command
 from reshard.stores import is_remote
+from reshard.transfer.part_claims import names_in
 
 A = TypeVar("A")
 T = TypeVar("T")
 
 NO_LIMIT = 1 << 62
-"""No limit on the number of queued parts, or on the jobs of an array."""
+"""No limit on the jobs of an array."""
 
 GENERIC = ("timeout_min", "mem_gb", "cpus_per_task", "gpus_per_node", "stderr_to_stdout", "name")
 """Settings that submitit has for all of its executors."""
@@ -91,16 +92,12 @@ def _settings_in(on: str) -> str:
 
 
 class Slurm:
-    """Slurm jobs, each on one node, `slots` at a time. `cluster=local` runs them as processes on this machine.
-
-    `queue` is the most parts that should be submitted at a time.
-    """
+    """Slurm jobs, each on one node, at most `slots`. `cluster=local` runs them as processes on this machine."""
 
     def __init__(self, settings: str) -> None:
         values = dict(each.split("=", 1) for each in settings.split(",") if each)
         self._cluster = values.pop("cluster", "slurm")
         self.slots = nodes_of(values.pop("nodes", "1"))
-        self.queue = NO_LIMIT if self._cluster == "slurm" else self.slots  # local processes have no queue
         self._parameters = parameters_of(values)
         self._jobs: dict[Any, Future[Any]] = {}
         self._missing: dict[str, float] = {}
@@ -110,8 +107,6 @@ class Slurm:
         with TemporaryDirectory() as folder:
             self._executor(Path(folder), self.slots)
         self._longest = longest_array() if self._cluster == "slurm" else NO_LIMIT
-        if self._longest == 1:
-            self.queue = self.slots  # without arrays, Slurm would run any number at a time
 
     def _executor(self, folder: Path, slots: int) -> Any:
         return submitit_executor(
@@ -121,13 +116,10 @@ class Slurm:
     def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
         """Call the function with each of the arguments. `folder`, which all machines see, is for jobs and logs."""
         futures: list[Future[T]] = []
-        count = -(-len(arguments) // self._longest)
-        for number in range(count):  # each is a job array, and they share the nodes
-            begin, end = (len(arguments) * each // count for each in (number, number + 1))
-            slots = self.slots * (number + 1) // count - self.slots * number // count
-            executor = self._executor(folder / "jobs", max(1, slots))
+        for begin in range(0, len(arguments), self._longest):  # each is a job array
+            executor = self._executor(folder / "jobs", self.slots)
             with accepted(), executor.batch():
-                jobs = [executor.submit(function, argument) for argument in arguments[begin:end]]
+                jobs = [executor.submit(function, each) for each in arguments[begin : begin + self._longest]]
             new: list[Future[T]] = [Future() for _ in jobs]
             self._jobs.update(zip(jobs, new, strict=True))
             futures += new
@@ -140,7 +132,7 @@ class Slurm:
         """Pass the result of each finished job to its future."""
         polled = answered = time.monotonic()
         while not self._closed.wait(0.2):
-            for job in [job for job in list(self._jobs) if self._has_ended(job)]:
+            for job in self._ended():
                 future = self._jobs.pop(job)
                 try:
                     future.set_result(job.result())
@@ -153,17 +145,19 @@ class Slurm:
                 answered = answered if listed is None else now
                 self._lose(listed, is_silent=now - answered > SILENCE_SECONDS)
 
-    def _has_ended(self, job: Any) -> bool:
+    def _ended(self) -> list[Any]:
+        """The jobs that have a result."""
+        jobs = list(self._jobs)
         if self._cluster != "slurm":
-            return bool(job.done())
-        folder = job.paths.folder
+            return [job for job in jobs if job.done()]
+        found: set[str] = set()
         with suppress(OSError):
-            folder.chmod(folder.stat().st_mode)  # so that NFS looks again, as submitit does
-        return bool(job.paths.result_pickle.exists())
+            found.update(*map(names_in, {job.paths.folder for job in jobs}))
+        return [job for job in jobs if job.paths.result_pickle.name in found]
 
     def _lose(self, listed: set[str] | None, *, is_silent: bool) -> None:
         """Give up jobs that are not in the queue and have had no result for some time; `listed` is None if unknown."""
-        now = time.monotonic()
+        now, ended = time.monotonic(), self._ended()
         for job, future in list(self._jobs.items()):
             number = str(job.job_id)
             if listed is not None and number in listed:
@@ -171,7 +165,7 @@ class Slurm:
             elif listed is not None:
                 self._missing.setdefault(number, now)
             is_lost = is_silent or now - self._missing.get(number, now) > GRACE_SECONDS
-            if is_lost and not self._has_ended(job):
+            if is_lost and job not in ended:
                 del self._jobs[job]
                 why = "squeue does not answer" if is_silent else "it left the queue without a result"
                 future.set_exception(RuntimeError(f"Slurm job {number}: {why}{_end_of(job)}"))

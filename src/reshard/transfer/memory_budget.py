@@ -31,6 +31,9 @@ MIN_MEMORY_BYTES = 2 << 20
 BYTES_BESIDES = 1 << 20
 """Bytes of a thread in addition to its window and what it gathers: cells without digest, checksums, entries."""
 
+USUAL_THREADS = 8
+"""Most threads by default."""
+
 USUAL_BYTES_PER_THREAD = 24 << 20
 """Bytes per thread below which fewer threads are faster."""
 
@@ -95,6 +98,11 @@ class ThreadShare(NamedTuple):
     ranges: int = LEDGER_BYTES // ledger.BYTES_PER_RANGE
     windows: int = 0
 
+    def alone(self) -> ThreadShare:
+        """The share of one of the threads, which shares nothing with the others."""
+        ranges, windows = self.ranges // self.threads, self.windows // self.threads
+        return self._replace(threads=1, ranges=ranges, windows=windows)
+
     @property
     def wide(self) -> int:
         """Bytes of a window of a transposed tensor."""
@@ -114,13 +122,13 @@ def shared(
 ) -> ThreadShare:
     """Divide `memory` bytes among `workers` threads.
 
-    By default there are two threads per core, at most 8: one gathers while another waits for the disk. If any of the
-    `paths` that are read is in a store, there is one thread per connection, and room for the data received. There are
-    fewer if each would get little memory, but always one, whatever it takes: see `MemoryMeter.left`.
+    By default there are two threads per core, at most `USUAL_THREADS`: one gathers while another waits for the disk. If
+    any of the `paths` that are read is in a store, there is one thread per connection, and room for the data received.
+    There are fewer if each would get little memory, but always one, whatever it takes: see `MemoryMeter.left`.
     """
     noted = max(LEAST_LEDGER, min(LEDGER_BYTES, memory // 16))
     memory -= noted
-    wanted, windows = workers or min(8, 2 * (os.cpu_count() or 1)), 0
+    wanted, windows = workers or min(USUAL_THREADS, 2 * (os.cpu_count() or 1)), 0
     if any(map(is_remote, paths)):
         wanted, windows = workers or CONNECTIONS, min(memory // 8, SHARED_WINDOW_BYTES)
         memory -= windows + min(memory // 2, CONNECTIONS * MAX_REQUEST_BYTES)
