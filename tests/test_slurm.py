@@ -175,6 +175,7 @@ def test_what_jobs_wrote_is_kept_if_slurm_refuses_more(
         monkeypatch.setenv("SLURM_CONF", "/nonexistent")
 
     monkeypatch.setattr(slurm_executor, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(slurm_executor, "ANSWER_SECONDS", 2)
     with spreading.killer(dst), pytest.raises(ReshardError, match=r"refused the job|workers died"):
         convert(model, dst, on_bytes=close)
     assert unfinished(dst)[0].nbytes and not dst.exists()

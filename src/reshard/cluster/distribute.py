@@ -144,9 +144,9 @@ class _Distribution:
             for future in done & closing:
                 closing.remove(future)
                 future.result()
-            for number, outcome in part_claims.finished(self._claims, waiting):
-                waiting.remove(number)
-                closing.update(map(close, self._merge(self._parts[number], outcome)))
+            outcomes = dict(part_claims.finished(self._claims, waiting))
+            closing.update(map(close, self._merge(outcomes)))
+            waiting -= outcomes.keys()
             lost: dict[WorkerOrder, Exception] = {}
             for future in done & self._running.keys():
                 order = self._running.pop(future)
@@ -179,24 +179,26 @@ class _Distribution:
             part_claims.release(self._claims, order.number)
         self._submit(list(lost))
 
-    def _merge(self, part: PlanPart, outcome: PartOutcome) -> list[FileJob]:
-        """Merge and record the findings of a part; return the files with nothing left to write."""
+    def _merge(self, outcomes: Mapping[int, PartOutcome]) -> list[FileJob]:
+        """Merge and record the findings of some parts; return the files with nothing left to write."""
         state = self._state
-        state.name(outcome.names)
-        read = outcome.read
-        state.touch(read.storages)
-        read.ranges = state.ledger.merge(read.ranges) if state.ledger else {}
-        whole = []
-        for path, (written, seen) in outcome.files.items():
-            job = self._jobs[path]
-            job.digest.merge(seen)
-            job.finish(written, read)
-            read = SourceReads()  # it does not matter with which file it is recorded
+        changed: dict[FileJob, bool] = {}
+        for outcome in outcomes.values():
+            state.name(outcome.names)
+            read = outcome.read
+            state.touch(read.storages)
+            read.ranges = state.ledger.merge(read.ranges, outcome.runs) if state.ledger else {}
+            for path, (written, seen) in outcome.files.items():
+                job = self._jobs[path]
+                job.digest.merge(seen)
+                job.finish(written, read)
+                read = SourceReads()  # it does not matter with which file it is recorded
+                changed[job] = job.is_written()
+        for job in changed:
             job.record()
-            if job.is_written():
-                whole.append(self._jobs.pop(path))
-        state.advance(part.nbytes)
-        return whole
+        for number in outcomes:
+            state.advance(self._parts[number].nbytes)
+        return [job for job, is_whole in changed.items() if is_whole]
 
 
 def _passing_error(error: Exception) -> OSError:

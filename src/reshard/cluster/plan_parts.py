@@ -14,7 +14,7 @@ from reshard.transfer.digests import SeenCells
 from reshard.transfer.execute import Queue
 from reshard.transfer.file_job import FileJob
 from reshard.transfer.journal import Journal
-from reshard.transfer.ledger import CELL_BYTES, Ledger
+from reshard.transfer.ledger import CELL_BYTES, ByteRanges, Ledger, Passed
 from reshard.transfer.memory_budget import ThreadShare
 from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.run_state import RunState, SourceReads
@@ -50,11 +50,12 @@ class PartOutcome:
     """What a worker found in a part that is on disk now.
 
     `files` maps each path to what is written of it and the digests of its bytes; `read` has the CRC32s of what was
-    read, and `names` gives a tensor for each storage if known.
+    read, joined in `runs`, and `names` gives a tensor for each storage if known.
     """
 
     files: dict[str, tuple[WrittenFile, SeenCells]] = field(default_factory=dict)
     read: SourceReads = field(default_factory=SourceReads)
+    runs: Passed = field(default_factory=dict)
     names: Mapping[Storage, str] = field(default_factory=dict)
 
 
@@ -132,4 +133,5 @@ def execute_part(
     with queue:
         queue.work(Event())
     outcome.read.ranges = ledger.passed if ledger else {}
+    outcome.runs = {path: ByteRanges(ranges.as_list()) for path, ranges in outcome.read.ranges.items()}
     return outcome

@@ -103,13 +103,29 @@ class ByteRanges:
         if begin < end:
             yield begin, end
 
+    def within(self, begin: int, end: int) -> Iterator[Range]:
+        """The ranges that begin in bytes `begin` to `end`."""
+        places = range(bisect_left(self._begins, begin), bisect_left(self._begins, end))
+        return ((self._begins[i], self._ends[i], self._values[i]) for i in places)
+
+    def unknown(self, others: Iterable[Range]) -> tuple[list[Range], list[tuple[int, int]]]:
+        """Those of the `others` of which no byte is in a range here, and the bytes of the others that are in none."""
+        fresh, rest = [], []
+        for each in others:
+            gaps = list(self.gaps(*each[:2]))
+            if gaps == [each[:2]]:
+                fresh.append(each)
+            else:
+                rest += gaps
+        return fresh, rest
+
     def checksum_of(self, begin: int, end: int) -> int | None:
         """The CRC32 of bytes `begin` to `end`; None unless complete ranges cover exactly these bytes."""
-        places = range(bisect_left(self._begins, begin), bisect_left(self._begins, end))
-        is_whole = sum(self._ends[i] - self._begins[i] for i in places) == end - begin
-        if not is_whole or (places and self._ends[places[-1]] != end):
+        ranges = list(self.within(begin, end))
+        is_whole = sum(last - first for first, last, _ in ranges) == end - begin
+        if not is_whole or (ranges and ranges[-1][1] != end):
             return None
-        return _combined((self._begins[i], self._ends[i], self._values[i]) for i in places)
+        return _combined(ranges)
 
     def checksum(self) -> int:
         """The CRC32 of the bytes of all ranges, in order."""
@@ -212,10 +228,11 @@ class Ledger:
             new[largest] = ByteRanges(None)
         return new
 
-    def merge(self, more: Passed) -> Passed:
+    def merge(self, more: Passed, runs: Passed) -> Passed:
         """Merge ranges that were read elsewhere; if some bytes of a range are here already, the others are read again.
 
-        Returns what is new, and what is lost.
+        They end at multiples of `CELL_BYTES`. `runs` are the same, joined: there are few, and most of them are new or
+        known completely. Returns what is new, and what is lost.
         """
         new: Passed = {}
         with closing(OpenFiles()) as files:
@@ -225,11 +242,14 @@ class Ledger:
                     self._count -= len(ranges)
                     ranges.lose()
                     new[path] = ByteRanges(None)
-                for begin, end, value in elsewhere:
-                    if list(ranges.gaps(begin, end)) == [(begin, end)]:
-                        join(new, self._add(path, [(begin, end, value)]))
-                    else:
-                        join(new, self._read(files, path, begin, end))
+                fresh, rest = ranges.unknown(runs[path])
+                cells = (
+                    each for begin, end in rest for each in elsewhere.within(begin - begin % CELL_BYTES, end)
+                )
+                more_fresh, rest = ranges.unknown(cells)
+                join(new, self._add(path, fresh + more_fresh))
+                for gap in rest:
+                    join(new, self._read(files, path, *gap))
         return new
 
     def touch(self, storage: Storage) -> None:
