@@ -6,7 +6,6 @@ Each cost is the difference between two conversions that differ only in that, mi
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import sys
 import time
@@ -22,10 +21,10 @@ from bench.race import Contender
 from bench.scale import COSTS, MODELS, Costs, Planning, Simulation, planned
 from bench.sync import DIRECT
 from reshard.algebra.layout import Layout
-from reshard.cluster import distribute, slurm_executor
+from reshard.cluster import distribute, plan_parts, slurm_executor
 from reshard.formats.options import ConversionOptions
 from reshard.planning import plan_conversion
-from reshard.transfer import sink
+from reshard.transfer import part_claims, sink
 
 LAYERS = (1, 5)
 EXPERTS = (500, 4000)
@@ -52,7 +51,7 @@ def rows(data: Path, rounds: int) -> Iterator[str]:
     roads = _Roads(folder, rounds)
     block = roads.block()
     file = roads.file()
-    begun, handed = _parts(folder, rounds)
+    begun, reported, merged = _parts(folder, rounds)
     found = Costs(
         copied=roads.gigabyte("copied", DENSE, TP8),
         cast=roads.gigabyte("cast", DENSE, ["--to", "huggingface", "--dtype", "float32"]),
@@ -60,7 +59,8 @@ def rows(data: Path, rounds: int) -> Iterator[str]:
         file=file,
         block=block,
         begun=begun,
-        handed=handed,
+        reported=reported,
+        merged=merged,
     )
     shutil.rmtree(folder)
     yield f"COSTS = Costs({', '.join(f'{name}={value:.2g}' for name, value in found._asdict().items())})"
@@ -167,28 +167,24 @@ def _plan(model: Path, flags: list[str]) -> Any:
 
 
 class _Here:
-    """Runs each part in this process, as if another had sent it, and measures the time."""
+    """Runs each worker in this process, as if it were another one, and measures the time."""
 
-    slots, queue = 1, 1
-    spent, count = 0.0, 0
+    slots = 1
+    spent = merging = 0.0
 
     def __init__(self, settings: str) -> None:
-        _Here.spent, _Here.count = 0.0, 0
+        _Here.spent = _Here.merging = 0.0
 
     def submit(
         self, function: Callable[[Any], Any], arguments: Sequence[Any], folder: Path
     ) -> list[Future[Any]]:
-        """Run the parts at once."""
+        """Run the workers at once."""
         futures = []
         for argument in arguments:
-            sent = pickle.dumps((function, argument))
             begin = time.process_time()
-            there, order = pickle.loads(sent)
-            back = pickle.dumps(there(order))
-            _Here.spent += time.process_time() - begin
-            _Here.count += 1
             future: Future[Any] = Future()
-            future.set_result(pickle.loads(back))
+            future.set_result(function(argument))
+            _Here.spent += time.process_time() - begin
             futures.append(future)
         return futures
 
@@ -196,27 +192,44 @@ class _Here:
         """Nothing to close."""
 
 
-def _parts(folder: Path, rounds: int) -> tuple[float, float]:
-    """Seconds per part: of the worker, and of the coordinator."""
+def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the processor time of a function, or of the iterator that it returns, to that of merging: of this thread
+    alone, since others close files meanwhile.
+    """
+
+    def timed(*arguments: Any) -> Any:
+        begin = time.thread_time()
+        result = list(function(*arguments))
+        _Here.merging += time.thread_time() - begin
+        return result
+
+    return timed
+
+
+def _parts(folder: Path, rounds: int) -> tuple[float, float, float]:
+    """Seconds per part, of the worker and of the coordinator, and the coordinator's seconds per GB."""
     slurm_executor.Slurm, sink.CACHED_DIVISOR = _Here, 1 << 62  # type: ignore[assignment,misc]
-    distribute.PARTS_PER_WORKER = 1 << 30  # so that each part has the least bytes
+    merging = distribute._Distribution
+    merging._merge = _timed(merging._merge)  # type: ignore[method-assign]
+    part_claims.finished = _timed(part_claims.finished)
     model, out = make(folder / "model", {**DENSE, "num_hidden_layers": LAYERS[1]}), folder / "out"
     there: dict[int, list[float]] = {most: [] for most in PARTS}
     here: dict[int, list[float]] = {most: [] for most in PARTS}
-    counts = {}
+    parts: dict[int, list[int]] = {}
     for _ in range(rounds):
         for most in PARTS:
-            distribute.MIN_PART_BYTES = most
-            begin = time.process_time()
-            reshard.convert(model, out, to="megatron", tp=8, no_tokenizer=True, workers=2, on="slurm")
+            plan_parts.MIN_PART_BYTES = plan_parts.MAX_PART_BYTES = most
+            parts[most] = []
+            wanted = {"to": "megatron", "tp": 8, "no_tokenizer": True, "workers": 1, "on": "slurm"}
+            reshard.convert(model, out, on_bytes=parts[most].append, **wanted)
             there[most].append(_Here.spent)
-            here[most].append(time.process_time() - begin - _Here.spent)
-            counts[most] = _Here.count
+            here[most].append(_Here.merging)
             shutil.rmtree(out)
     shutil.rmtree(model)
     few, many = PARTS
-    more = counts[many] - counts[few]
-    return tuple((median(each[many]) - median(each[few])) / more for each in (there, here))  # type: ignore[return-value]
+    more = len(parts[many]) - len(parts[few])
+    begun, reported = ((median(each[many]) - median(each[few])) / more for each in (there, here))
+    return begun, reported, (median(here[few]) - len(parts[few]) * reported) / (sum(parts[few]) / 1e9)
 
 
 def _planning(name: str, data: Path, rounds: int) -> Planning:

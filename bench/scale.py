@@ -1,8 +1,8 @@
 """Simulated conversions of published models on many nodes: real plans, split by the real code, with measured costs.
 
-The plan is made from headers on sparse files. Its parts are those that `--on` distributes; each worker takes the next
-part when it is free. The cost of a part is computed from its blocks and `COSTS`, which `python -m bench --only costs`
-measures.
+The plan is made from headers on sparse files. Its parts are those of `--on`, and the code of its workers claims them;
+only the clock is virtual. The cost of a part is computed from its blocks and `COSTS`, which `python -m bench --only
+costs` measures.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from bench.models import DEEPSEEK_V3, FP8_BLOCKS, KIMI_K2, LLAMA_3_1_405B, make
@@ -26,6 +27,7 @@ from reshard.transfer.file_job import continued
 from reshard.transfer.gather import MAX_GAP_BYTES, MIN_DIRECT_BYTES, contiguous_run, packed_piece
 from reshard.transfer.journal import Journal
 from reshard.transfer.memory_budget import shared
+from reshard.transfer.part_claims import Claims
 from reshard.transfer.plan import Block, Plan
 from reshard.transfer.run_state import RunState
 
@@ -34,7 +36,7 @@ STORAGE = (2, 10, 100)
 """GB/s of the storage that all nodes share: reads and writes both count."""
 
 CORES = 16
-"""Cores per node; each runs one job at a time."""
+"""Cores per node; each runs one worker, with one thread."""
 
 NETWORK = 25
 """GB/s between a node and the storage."""
@@ -43,7 +45,7 @@ NETWORK = 25
 class Costs(NamedTuple):
     """Seconds of processor time: per GB written, per file that a part writes to, per block, per part.
 
-    Per part, `handed` is the coordinator's time and `begun` the worker's.
+    Per part, `begun` is the worker's time and `reported` the coordinator's, who also needs `merged` per GB.
     """
 
     copied: float
@@ -52,7 +54,8 @@ class Costs(NamedTuple):
     file: float
     block: float
     begun: float
-    handed: float
+    reported: float
+    merged: float
 
 
 class Planning(NamedTuple):
@@ -62,7 +65,16 @@ class Planning(NamedTuple):
     cut: float
 
 
-COSTS = Costs(copied=1.3, cast=1.1, dequantized=2.7, file=0.0027, block=0.00021, begun=0.0064, handed=0.0012)
+COSTS = Costs(
+    copied=1.3,
+    cast=1.1,
+    dequantized=2.7,
+    file=0.0027,
+    block=0.00021,
+    begun=0.0057,
+    reported=0.00025,
+    merged=0.016,
+)
 
 PLANNING = {
     "Llama-3.1-405B": Planning(plan=0.53, cut=0.05),
@@ -139,28 +151,49 @@ class Simulation:
                 found[batch.number] = _total(work_of(block, costs) for block in batch.blocks)
 
     def parts(self, nodes: int) -> list[Work]:
-        """The work of each part, in the order of distribution."""
+        """The work of each part, in the order in which they are taken."""
         state = RunState(self._plan, Path(), shared(2, 1 << 30), None, Journal(), lambda count: None)
         left = sum(file.size for file in self._files)
         jobs = (continued(state, file) for file in self._files)
         return [self._work(part) for part in parts_for(nodes * CORES, jobs, left)]
 
     def _work(self, part: PlanPart) -> Work:
-        fixed = self._planning.plan + self._costs.begun + self._costs.file * len(part.batches)
+        fixed = self._costs.begun + self._costs.file * len(part.batches)
         wanted = (self._batches[path][number] for path, numbers in part.batches.items() for number in numbers)
         return Work(seconds=fixed).plus(_total(wanted))
+
+    def makespans(self, nodes: int) -> Iterator[float]:
+        """Seconds until the last worker ends: without any cost of parts, with a job for each part, and with claims."""
+        workers, plan = nodes * CORES, self._planning.plan
+        total = _total(work for of_file in self._batches.values() for work in of_file.values())
+        yield plan + total.seconds / workers
+        most = max(64 << 20, total.written / (4 * workers))
+        jobs = [plan + self._costs.begun + self._costs.file + each for each in self._equal_parts(most)]
+        yield makespan(jobs, workers)
+        yield plan + makespan([part.seconds for part in self.parts(nodes)], workers)
+
+    def _equal_parts(self, most: float) -> Iterator[float]:
+        """The seconds of parts of `most` bytes."""
+        part = Work()
+        for work in (work for of_file in self._batches.values() for work in of_file.values()):
+            if part.written and part.written + work.written > most:
+                yield part.seconds
+                part = Work()
+            part = part.plus(work)
+        yield part.seconds
 
     def cells(self, nodes: int) -> Iterator[Cell]:
         """The duration for each storage speed."""
         parts = self.parts(nodes)
+        end = self._planning.plan + makespan([part.seconds for part in parts], nodes * CORES)
         for speed in STORAGE:
-            yield self._cell(nodes, speed, parts)
+            yield self._cell(nodes, speed, parts, end)
 
-    def _cell(self, nodes: int, speed: float, parts: list[Work]) -> Cell:
-        total, slots = _total(parts), nodes * CORES
+    def _cell(self, nodes: int, speed: float, parts: list[Work], end: float) -> Cell:
+        total, workers = _total(parts), nodes * CORES
         moved = (total.read + total.written) / 1e9
         longest = max(part.seconds for part in parts)
-        busy = "cores" if total.seconds / slots > longest else "one part"
+        busy = "cores" if total.seconds / workers > longest else "one part"
         reading = min(speed, NETWORK)  # by the coordinator
         twice = sum(each.first.nbytes + each.second.nbytes for each in self._plan.replicas) / 1e9
         steps = {
@@ -170,8 +203,8 @@ class Simulation:
         writing = {
             "storage": moved / speed,
             "network": moved / (nodes * NETWORK),
-            busy: makespan([part.seconds for part in parts], slots),
-            "handing out": len(parts) * self._costs.handed,
+            busy: end,
+            "merging": len(parts) * self._costs.reported + total.written / 1e9 * self._costs.merged,
         }
         slowest = max(writing, key=writing.__getitem__)
         steps[slowest] = writing[slowest]
@@ -185,12 +218,18 @@ def _total(works: Iterator[Work] | list[Work]) -> Work:
     return total
 
 
-def makespan(seconds: list[float], slots: int) -> float:
-    """The end of the last part, if each worker takes the next one in order as soon as it is free."""
-    free = [0.0] * slots
-    for each in seconds:
-        heapq.heapreplace(free, free[0] + each)
-    return max(free)
+def makespan(seconds: list[float], workers: int) -> float:
+    """The end of the last part, if `workers` that begin at the same time claim parts that take so many seconds."""
+    with TemporaryDirectory() as folder:
+        claims = [Claims(Path(folder), worker, workers, len(seconds)) for worker in range(workers)]
+        free, end = [(0.0, worker) for worker in range(workers)], 0.0
+        while free:
+            now, worker = heapq.heappop(free)
+            end = max(end, now)
+            number = claims[worker].take()
+            if number is not None:
+                heapq.heappush(free, (now + seconds[number], worker))
+    return end
 
 
 def planned(name: str, data: Path) -> Plan:
@@ -205,6 +244,13 @@ def table(name: str, data: Path) -> Iterator[str]:
     simulation = Simulation(planned(name, data), COSTS, PLANNING[name])
     for nodes in NODES:
         yield f"| {name} | {nodes} | {' | '.join(map(str, simulation.cells(nodes)))} |"
+
+
+def makespans(name: str, data: Path) -> str:
+    """A row of a Markdown table: seconds until the last of the most workers ends."""
+    simulation = Simulation(planned(name, data), COSTS, PLANNING[name])
+    ideal, before, now = simulation.makespans(NODES[-1])
+    return f"| {name} | {ideal:.1f} s | {before:.1f} s, {before / ideal:.2f}× | {now:.1f} s, {now / ideal:.2f}× |"
 
 
 def constants() -> Iterator[str]:
@@ -229,6 +275,7 @@ WORDS = (
     ("", "a block (a tensor, or a shard of it)"),
     ("", "a part: whoever writes it"),
     ("", "a part: the coordinator"),
+    ("/GB", "merging what workers report: the coordinator"),
 )
 
 
@@ -241,3 +288,8 @@ def rows(data: Path) -> Iterator[str]:
     yield "|---|---|" + "---|" * len(STORAGE)
     for name in MODELS:
         yield from table(name, data)
+    yield ""
+    yield f"| model, {NODES[-1] * CORES:,} workers | ideal | a job for each part | claims |"
+    yield "|---|---|---|---|"
+    for name in MODELS:
+        yield makespans(name, data)

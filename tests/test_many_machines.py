@@ -367,7 +367,7 @@ def test_workers_of_an_earlier_run_are_stopped_before_another_writes(
     first = puller(tmp_path / "claims/run", 0)
     part_claims.withdraw(tmp_path / "claims")
     assert first.wait(20) == 0 and not (tmp_path / "claims").exists()
-    with pytest.raises(part_claims.UnseenError), part_claims.working(tmp_path / "claims/run", 1):
+    with pytest.raises(FileNotFoundError), part_claims.working(tmp_path / "claims/run", 1):
         pass  # one that had not begun yet
     (tmp_path / "claims/run").mkdir(parents=True)
     second = puller(tmp_path / "claims/run", 0)

@@ -198,7 +198,7 @@ class _Distribution:
             job.record()
         for number in outcomes:
             state.advance(self._parts[number].nbytes)
-        return [job for job, is_whole in changed.items() if is_whole]
+        return [self._jobs.pop(job.path) for job, is_whole in changed.items() if is_whole]
 
 
 def _passing_error(error: Exception) -> OSError:

@@ -96,11 +96,11 @@ class PartWorker:
 
     def __call__(self, order: WorkerOrder) -> Exception | None:
         """Write parts until none is left. Returns the error: submitit would pass on its text only."""
+        if not order.claims.is_dir():
+            return _unseen(order.folder)
         try:
             with part_claims.working(order.claims, order.number) as is_stopped:
                 self._work(order, is_stopped)
-        except part_claims.UnseenError:
-            return _unseen(order.folder)
         except Exception as error:
             known = isinstance(error, (ReshardError, OSError, MemoryError))
             text = "".join(traceback.format_exception(error))
@@ -110,18 +110,20 @@ class PartWorker:
     def _work(self, order: WorkerOrder, is_stopped: Callable[[], bool]) -> None:
         plan, memory = self._plan()
         share = shared(self.workers, memory, plan.need)
+        alone = share._replace(threads=1, ranges=share.ranges // share.threads)
         parts = pickle.loads((order.claims / PARTS).read_bytes())
         claims = part_claims.Claims(order.claims, order.number, order.count, len(parts))
 
         def pull(index: int, stopped: Event) -> None:
             """Take one part after another: while one thread waits for the disk, others compute."""
-
-            def is_over() -> bool:
-                return stopped.is_set() or is_stopped()
-
             while (number := claims.take()) is not None:
                 outcome = execute_part(
-                    plan, order.folder, parts[number], is_over, share=share.alone(), checksum=self.checksum
+                    plan,
+                    order.folder,
+                    parts[number],
+                    lambda: stopped.is_set() or is_stopped(),
+                    share=alone,
+                    checksum=self.checksum,
                 )
                 part_claims.save(order.claims / f"{number}.done", outcome)
 

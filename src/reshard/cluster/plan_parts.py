@@ -20,13 +20,13 @@ from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.run_state import RunState, SourceReads
 from reshard.transfer.written_file import BegunBlock, WrittenFile
 
-MIN_PART_BYTES = 16 << 20
+MIN_PART_BYTES = 64 << 20
 """Least bytes of a part: less would take longer to claim, open and flush than to write."""
 
 MAX_PART_BYTES = 1 << 30
 """Most bytes of a part, unless one tensor has more: what a worker loses if it is killed."""
 
-ROUND_DIVISOR = 8
+ROUND_DIVISOR = 6
 """All pullers together take 1/ROUND_DIVISOR of what is left, in one part each."""
 
 
@@ -64,14 +64,18 @@ class PartStoppedError(Exception):
 
 
 def cut(jobs: Iterable[FileJob], left: int, pullers: int) -> Iterator[PlanPart]:
-    """Cut jobs, with `left` bytes to write, into parts that shrink; a batch is never cut. Takes the waiting batches."""
+    """Cut jobs, with `left` bytes to write, into parts. Takes the jobs' waiting batches; a batch is never cut.
+
+    The parts shrink, so that at the end nobody waits long for the last one.
+    """
     part = PlanPart()
     for job in jobs:
         waiting, job.waiting = job.waiting[::-1], []
         for batch in waiting:
             begun = job.written.begun.get(batch.number)
             nbytes = batch.end - (begun.end if begun else batch.begin)
-            if part.batches and part.nbytes + nbytes > part_bytes(left, pullers):
+            most = min(MAX_PART_BYTES, max(MIN_PART_BYTES, left // (ROUND_DIVISOR * pullers)))
+            if part.batches and part.nbytes + nbytes > most:
                 yield part
                 left -= part.nbytes
                 part = PlanPart()
@@ -84,14 +88,6 @@ def cut(jobs: Iterable[FileJob], left: int, pullers: int) -> Iterator[PlanPart]:
                 part.begun.setdefault(job.path, {})[batch.number] = begun
     if part.batches:
         yield part
-
-
-def part_bytes(left: int, pullers: int) -> int:
-    """The bytes of the next part if `left` are not divided yet.
-
-    The parts shrink, so that at the end nobody waits long for the last one.
-    """
-    return min(MAX_PART_BYTES, max(MIN_PART_BYTES, left // (ROUND_DIVISOR * pullers)))
 
 
 def execute_part(

@@ -98,26 +98,21 @@ class Slurm:
         values = dict(each.split("=", 1) for each in settings.split(",") if each)
         self._cluster = values.pop("cluster", "slurm")
         self.slots = nodes_of(values.pop("nodes", "1"))
-        self._parameters = parameters_of(values)
+        self._parameters = {**parameters_of(values), "slurm_array_parallelism": self.slots}
         self._jobs: dict[Any, Future[Any]] = {}
         self._missing: dict[str, float] = {}
         """When jobs were first found to be absent from the queue, by their number."""
         self._closed = Event()
         self._thread: Thread | None = None
         with TemporaryDirectory() as folder:
-            self._executor(Path(folder), self.slots)
+            submitit_executor(Path(folder), self._cluster, self._parameters)
         self._longest = longest_array() if self._cluster == "slurm" else NO_LIMIT
-
-    def _executor(self, folder: Path, slots: int) -> Any:
-        return submitit_executor(
-            folder, self._cluster, {**self._parameters, "slurm_array_parallelism": slots}
-        )
 
     def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
         """Call the function with each of the arguments. `folder`, which all machines see, is for jobs and logs."""
         futures: list[Future[T]] = []
         for begin in range(0, len(arguments), self._longest):  # each is a job array
-            executor = self._executor(folder / "jobs", self.slots)
+            executor = submitit_executor(folder / "jobs", self._cluster, self._parameters)
             with accepted(), executor.batch():
                 jobs = [executor.submit(function, each) for each in arguments[begin : begin + self._longest]]
             new: list[Future[T]] = [Future() for _ in jobs]

@@ -98,11 +98,6 @@ class ThreadShare(NamedTuple):
     ranges: int = LEDGER_BYTES // ledger.BYTES_PER_RANGE
     windows: int = 0
 
-    def alone(self) -> ThreadShare:
-        """The share of one of the threads, which shares nothing with the others."""
-        ranges, windows = self.ranges // self.threads, self.windows // self.threads
-        return self._replace(threads=1, ranges=ranges, windows=windows)
-
     @property
     def wide(self) -> int:
         """Bytes of a window of a transposed tensor."""

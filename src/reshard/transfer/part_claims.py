@@ -33,10 +33,6 @@ CLAIM_TIMEOUT_SECONDS = 120.0
 """Seconds to wait for a worker that still holds its lock: longer than an NFS server takes to notice a lost client."""
 
 
-class UnseenError(Exception):
-    """This machine does not see the folder of claims."""
-
-
 class Claims:
     """The parts that `worker` takes, of `parts` in total: its share, every `workers`th part, then what others left.
 
@@ -67,15 +63,12 @@ class Claims:
 def working(folder: Path, worker: int) -> Iterator[Callable[[], bool]]:
     """Hold the lock of a worker during the block; yields a function that returns whether to stop.
 
-    What an earlier process of the same number has not finished is free again. Raises UnseenError if the folder is not
-    there, and OSError if the earlier process does not end.
+    What an earlier process of the same number has not finished is free again. Raises OSError if that does not end, and
+    if the folder is not there.
     """
     path = folder / f"{worker}.worker"
     is_free = release(folder, worker, CLAIM_TIMEOUT_SECONDS)
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except FileNotFoundError:
-        raise UnseenError(path) from None
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if not is_free or locks.take(descriptor) is False:
             raise OSError(errno.EBUSY, "another process of this worker is still writing", str(path))
@@ -141,7 +134,8 @@ def finished(folder: Path, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
 def names_in(folder: Path) -> set[str]:
     """What is in a folder now, also if other machines have created it."""
     folder.chmod(folder.stat().st_mode)  # so that NFS looks again
-    return {path.name for path in folder.iterdir()}
+    with os.scandir(folder) as entries:
+        return {entry.name for entry in entries}
 
 
 def stop(folder: Path) -> None:
