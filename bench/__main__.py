@@ -131,12 +131,12 @@ def _plans(name: str, model: Path, data: Path, rounds: int) -> None:
 
 def _against_cp(name: str, model: Path, data: Path, rounds: int) -> None:
     layout = LAYOUTS.get(name, LAYOUTS["dense"])
-    copy, out, kept = data / "cp", data / "out", data / "kept"
+    out, kept = data / "out", data / "kept"
     there = [*RESHARD, str(model), str(out), "--to", "megatron", *layout, *QUIET]
     _show(
         race(
             f"{name}: huggingface → megatron {' '.join(layout)}",
-            [*_copies(model, copy), Contender("reshard", there, out)],
+            [*_copies(model, out), Contender("reshard", there, out)],
             rounds,
         )
     )
@@ -149,7 +149,7 @@ def _against_cp(name: str, model: Path, data: Path, rounds: int) -> None:
     _show(
         race(
             f"{name}: megatron → huggingface",
-            [*_copies(kept, copy), Contender("reshard", back, out)],
+            [*_copies(kept, out), Contender("reshard", back, out)],
             rounds,
         )
     )
