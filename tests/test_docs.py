@@ -260,7 +260,7 @@ def test_every_way_to_quantize_is_explained(format: str) -> None:
 
 def test_the_speed_and_memory_of_the_readme_are_those_measured() -> None:
     text = (REPOSITORY / "docs" / "performance.md").read_text(encoding="utf-8")
-    section = text.partition("\n### Compared with the usual tools\n")[2].partition("\n### ")[0]
+    section = text.partition("\n## Compared with the usual tools\n")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if re.match(r"\|.*\|.*\d \|$", line)]
     tools = [(float(ratio), int(peak)) for _, who, _, ratio, _, peak in rows if "reshard" not in who]
     ours = [int(peak) for _, who, *_, peak in rows if "reshard" in who]
