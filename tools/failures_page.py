@@ -15,7 +15,7 @@ KINDS = {
     "silent": "Failures without an error",
     "symptom": "Symptoms of another rank's failure",
 }
-WORDS = 38
+WORDS = 32
 """The length of a fix on the page, unless its first step is longer."""
 
 
