@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from reshard.algebra.layout import SavedLayout
 from reshard.commands.verification import Change
 from reshard.families.dialect import MEGATRON
 from reshard.pages import difference_map, rank_board
+from tests import browser
 from tests.commandline import reshard as command
 
 MOST = 1_000_000
@@ -155,7 +155,7 @@ def test_zeros_and_nan_have_a_place() -> None:
         Change("b", 4, 0, 0.0, 0.0),
     ]
     heat = difference_map.heat_of(moved)
-    assert heat["layers"] == ["no layer", "0", "1"] and heat["modules"] == ["a.*.w", "b"]
+    assert heat["layers"] == ["no layer", "0", "1"] and heat["modules"] == ["b", "a.*.w"]
     assert [cell[2] for cell in heat["cells"]] == [1.0, None, 0.0]
     json.dumps(heat, allow_nan=False)
 
@@ -196,23 +196,56 @@ def test_what_a_page_cannot_be_made_of(
     assert done.code == 2 and told in " ".join(done.err.split()) and not (tmp_path / "p.html").exists()
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+def chart(page: Path, name: str) -> str:
+    """A chart of a page as a browser draws it."""
+    (svg,) = re.findall(rf'(?s)<div[^>]* id="{name}".*?</svg>', browser.drawn(page.as_uri()))
+    return str(svg)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-def test_a_browser_draws_both_charts(run: Path, model: Path, tuned: Path, tmp_path: Path) -> None:
-    reshard.inspect(run, html=tmp_path / "inspect.html")
+@browser.needed
+def test_a_browser_draws_the_layers_from_the_first_to_the_last(tmp_path: Path) -> None:
+    layers = {f"model.layers.{index}.mlp.up.weight": np.ones((8, 8), np.float32) for index in range(12)}
+    save_file(layers, tmp_path / "model.safetensors")
+    reshard.inspect(tmp_path, html=tmp_path / "inspect.html")
+    (root,) = data_of(tmp_path / "inspect.html")["tree"]
+    assert [each["path"] for each in root["children"]] == list(layers)
+    drawn = chart(tmp_path / "inspect.html", "tree")
+    texts = [text for _, _, text in sorted(browser.labels(drawn)) if text.startswith("layers.")]
+    assert drawn.count("<path") > 12
+    assert texts[:3] == [f"layers.{index}.mlp.up" for index in range(3)]
+
+
+@pytest.mark.slow
+@browser.needed
+def test_a_browser_draws_the_modules_from_the_first_to_the_last(
+    model: Path, tuned: Path, tmp_path: Path
+) -> None:
     reshard.verify(model, tuned, html=tmp_path / "verify.html")
-    words = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000"]
-    for name, chart, label in (
-        ("inspect.html", "tree", "layers.0"),
-        ("verify.html", "heat", "self_attn.q_proj"),
-    ):
-        address = (tmp_path / name).as_uri()
-        done = subprocess.run([*words, "--dump-dom", address], capture_output=True, text=True, check=True)
-        drawn = re.search(rf'(?s)<div[^>]* id="{chart}".*?</svg>', done.stdout)
-        assert drawn and drawn[0].count("<path") > 20 and label in drawn[0], name
+    modules = data_of(tmp_path / "verify.html")["heat"]["modules"]
+    assert ["*" in module for module in modules] == sorted("*" in module for module in modules)
+    drawn = chart(tmp_path / "verify.html", "heat")
+    names = [re.sub(r"^(model\.)?(layers\.\*\.)?|\.weight$", "", module) for module in modules]
+    texts = [text for _, _, text in sorted(browser.labels(drawn), key=lambda label: label[1])]
+    assert drawn.count("<path") > 20
+    assert [text for text in texts if text in names] == names
+
+
+def test_files_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for index in range(12):
+        save_file({f"layers.{index}.w": np.ones(4, np.float32)}, tmp_path / f"model-{index}.safetensors")
+    weights = {f"layers.{index}.w": f"model-{index}.safetensors" for index in range(12)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    ((_, cells),) = rank_board.board_of(reshard.inspect(tmp_path)).rows
+    assert [cell.name for cell in cells] == list(weights.values())
+
+
+def test_a_long_table_says_how_many_tensors_it_leaves_out(
+    model: Path, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(difference_map, "MAX_ROWS", 2)
+    found = reshard.verify(model, tuned, html=tmp_path / "verify.html")
+    assert f"The first 2 of {len(found.rows)} tensors." in (tmp_path / "verify.html").read_text()
 
 
 def test_layouts_that_nothing_records_show_files() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from reshard.base.foreign_text import natural_key
 from reshard.families.renaming import rule_of
-from reshard.formats.apply_renamings import natural_key
 
 
 def test_numbers_are_in_the_order_of_their_values() -> None:

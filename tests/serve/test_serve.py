@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from time import sleep
 import pytest
 
 import reshard
+from tests import browser
 from tests.commandline import listing, within
 from tests.commandline import reshard as reshard_command
 from tests.serve.server import Server, serving
@@ -221,23 +221,12 @@ def test_the_page_names_runs_steps_and_what_is_wrong(server: Server) -> None:
     assert "://" not in page.replace(server.address, "")  # it loads nothing from elsewhere
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="Chromium is not installed")
+@browser.needed
 @pytest.mark.parametrize("colours", ["light", "dark"])
 def test_a_browser_draws_the_page(server: Server, colours: str, tmp_path: Path) -> None:
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-    flags += [f"--blink-settings=preferredColorScheme={int(colours == 'light')}"]
-    dumped = subprocess.run(
-        [
-            "chromium",
-            *flags,
-            "--dump-dom",
-            server.address,
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert dumped.count("<section>") == 3
+    scheme = f"--blink-settings=preferredColorScheme={int(colours == 'light')}"
+    drawn = browser.drawn(server.address, f"--user-data-dir={tmp_path}", scheme)
+    assert drawn.count("<section>") == 3
 
 
 def test_another_name_for_this_machine_is_refused(server: Server) -> None:

@@ -80,6 +80,11 @@ def printable_line(text: str) -> str:
     return text if text.isprintable() else _HIDDEN.sub(_escaped, text)
 
 
+def natural_key(name: str) -> str:
+    """A sort key by which the numbers in names are in the order of their values: layer 2 before layer 10."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(20), name)
+
+
 def typeable(path: str) -> str:
     """A path as an argument of a command, which must not look like an option."""
     return f"./{path}" if path.startswith("-") else path

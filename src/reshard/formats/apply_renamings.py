@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, raise_all
+from reshard.base.foreign_text import natural_key
 from reshard.families.renaming import GUARDED, Renaming, saved
 from reshard.formats.unique_names import under_new_names
 from reshard.formats.weight_operations import OperationContext, Tensors, UnfitError, convert
@@ -200,8 +201,3 @@ def _full_names(name: str, converted: Tensors) -> Iterator[tuple[str, Planned]]:
     before, _, after = full.partition(inner) if inner is not None else ("", "", "")
     for key, (tensor,) in converted.items():
         yield before + key + after, tensor
-
-
-def natural_key(name: str) -> list[tuple[int, int | str]]:
-    """Numbers in the order of their values."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"\.", name)]

@@ -51,6 +51,7 @@ def comparison_page(comparison: Comparison, source: str, target: str) -> str:
         verdict=comparison.verdict,
         equal=comparison.equal,
         table=table_of(comparison),
+        differing=len(comparison.rows) + len(comparison.rounded),
         notes=comparison.notes,
         data={"heat": heat_of(comparison.changes)},
     )

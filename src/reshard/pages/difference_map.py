@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import isfinite, sqrt
 from typing import Any
 
-from reshard.base.foreign_text import printable_line
+from reshard.base.foreign_text import natural_key, printable_line
 from reshard.commands.verification import Change, Comparison
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -32,7 +32,7 @@ def heat_of(changes: Sequence[Change]) -> dict[str, Any]:
     rows = {module: index for index, module in enumerate(modules)}
     drawn = []
     for (layer, module), members in list(cells.items())[:MAX_CELLS]:
-        relative = sqrt(_sum(each.moved for each in members) / (_sum(each.norm for each in members) or 1.0))
+        relative = sqrt(sum(each.moved for each in members) / (sum(each.norm for each in members) or 1.0))
         elements, differ = sum(each.elements for each in members), sum(each.differ for each in members)
         tooltip = f"{differ:,} of {elements:,} elements differ"
         tooltip += f", in {len(members):,} tensors" if len(members) > 1 else ""
@@ -44,13 +44,9 @@ def heat_of(changes: Sequence[Change]) -> dict[str, Any]:
     }
 
 
-def _sum(values: Any) -> float:
-    return float(sum(values))
-
-
 def _order(module: str) -> tuple[bool, str]:
-    """A sort key: modules without a layer come last, at the top of the chart."""
-    return "*" not in module, module
+    """A sort key: modules without a layer come first."""
+    return "*" in module, natural_key(module)
 
 
 def _layer_and_module(name: str) -> tuple[int, str]:
@@ -76,5 +72,7 @@ def table_of(comparison: Comparison) -> list[dict[str, Any]]:
                 "relative": change.relative if change and isfinite(change.relative) else None,
             }
         )
-    rows.sort(key=lambda row: (row["relative"] is not None, -(row["relative"] or 0.0)))
+    rows.sort(
+        key=lambda row: (row["relative"] is not None, -(row["relative"] or 0.0), natural_key(row["tensor"]))
+    )
     return rows[:MAX_ROWS]

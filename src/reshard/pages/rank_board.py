@@ -10,7 +10,7 @@ from pathlib import Path
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import cells_of
 from reshard.base.errors import ReshardError
-from reshard.base.foreign_text import printable_line
+from reshard.base.foreign_text import natural_key, printable_line
 from reshard.base.quantities import size
 from reshard.commands.inspection import Inspection
 from reshard.families.sized_family import Model
@@ -130,7 +130,7 @@ def _of_files(checkpoint: Checkpoint) -> Board:
                 file.layers.update([int(layer[1])] if layer else [])
                 file.experts.update([int(expert[1])] if expert else [])
     largest = max((each.nbytes for each in files.values()), default=1) or 1
-    drawn = tuple(_cell(path, files[path], largest) for path in sorted(files)[:MAX_CELLS])
+    drawn = tuple(_cell(path, files[path], largest) for path in sorted(files, key=natural_key)[:MAX_CELLS])
     return Board(
         "Files",
         "The format records no ranks for its tensors; these are its files, and which tensors have bytes in each.",

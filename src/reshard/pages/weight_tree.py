@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor, cells_of
-from reshard.base.foreign_text import printable_line
+from reshard.base.foreign_text import natural_key, printable_line
 from reshard.base.quantities import count, size
 from reshard.formats.checkpoint import Checkpoint
 
@@ -75,7 +75,7 @@ class _Node:
 def tree_of(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """The modules of a checkpoint under their stored names. The experts of a layer are one module."""
     root = _Node("")
-    for name, tensor in checkpoint.tensors.items():
+    for name, tensor in sorted(checkpoint.tensors.items(), key=lambda each: natural_key(each[0])):
         files = {cells.storage.path for cells in cells_of(tensor.view)} - {""}
         root.add([*_modules(name)], name, tensor, files)
     depth = 8
