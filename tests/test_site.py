@@ -14,7 +14,7 @@ import pytest
 
 import reshard
 from reshard.runs.doctor.entries.catalogue_entry import catalogue
-from tests import environments
+from tests import browser, environments
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -67,9 +67,10 @@ def test_a_link_to_nothing_stops_the_build(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     (docs / "page.md").write_text("# Page\n\n[nothing](../src/reshard/nothing.py) [nowhere](#nowhere)\n")
-    hooks = REPOSITORY / "tools" / "site" / "hooks.py"
+    tools = REPOSITORY / "tools" / "site"
     (tmp_path / "mkdocs.yml").write_text(
-        f"INHERIT: {REPOSITORY / 'mkdocs.yml'}\ndocs_dir: {docs}\nhooks: [{hooks}]\nnav: [page.md]\n"
+        f"INHERIT: {REPOSITORY / 'mkdocs.yml'}\ndocs_dir: {docs}\nnav: [page.md]\n"
+        f"hooks: [{tools / 'hooks.py'}]\ntheme: {{custom_dir: {tools / 'theme'}}}\n"
         "validation: {nav: {omitted_files: ignore}, links: {anchors: warn}}\n"
     )
     done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
@@ -82,9 +83,41 @@ def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert not re.findall(loads, text), page.name
+        assert 'data-md-component="source"' not in text  # the theme would ask GitHub for stars
         assert 'class="mermaid"' not in text  # the theme would fetch what draws it
     for sheet in site.rglob("*.css"):
         assert not re.search(r"url\(\"?https?:|@import", sheet.read_text(encoding="utf-8")), sheet.name
+
+
+@browser.needed
+@pytest.mark.parametrize("name", ["index.html", "tutorials/lora.html"])
+def test_search_works_in_a_page_opened_from_the_disk(site: Path, name: str) -> None:
+    page = browser.drawn(f"{(site / name).as_uri()}?q=device-map-zero3")
+    assert re.search(r'href="[^"]*failures\.html[^"]*#device-map-zero3"', page)
+
+
+def test_every_page_links_to_the_repository_and_to_its_source(site: Path) -> None:
+    address = "https://github.com/reshard/reshard"
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert f'href="{address}"' in text, page.name
+        for source in re.findall(r'href="([^"]*)"[^>]* rel="edit"', text):
+            assert (REPOSITORY / source.removeprefix(f"{address}/edit/main/")).is_file(), source
+    start, formats, failures = (
+        (site / name).read_text(encoding="utf-8") for name in ("index.html", "formats.html", "failures.html")
+    )
+    assert f"{address}/edit/main/README.md" in start and f"{address}/edit/main/docs/formats.md" in formats
+    assert "/edit/main/" not in failures  # a tool writes it
+
+
+def test_every_table_has_a_header(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        for head in re.findall(r"(?s)<thead>(.*?)</thead>", page.read_text(encoding="utf-8")):
+            assert re.sub(r"<[^>]+>|\s", "", head), page.name
+
+
+def test_patterns_with_asterisks_are_plain_text(site: Path) -> None:
+    assert "model_tp*_pp*.pt" in (site / "index.html").read_text(encoding="utf-8")
 
 
 def test_every_page_shows_the_version(site: Path) -> None:

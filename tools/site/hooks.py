@@ -39,8 +39,12 @@ ROOT = {
     },
 }
 """Files outside `docs/`, and their place in the site."""
+WRITTEN = {page: name for name, page in ROOT.items()}
+"""The file of each of these pages."""
 
 _LINK = re.compile(r'(\]\(|\b(?:src|srcset|href)=")([^)"\s]+)')
+_CODE = re.compile(r"(?<!</span>)<code>([^<]*)</code>")  # in text: a block begins with an empty <span>
+_FLAG = re.compile(r"(?<![\w-])--?[a-zA-Z][\w-]*")
 _FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 _FAILURE = re.compile(r"^### ([\w-]+)\n\n(\*\*.*)$", re.M)
 
@@ -63,10 +67,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/commands.md": commands.page(),
         "reference/python.md": _python(),
     }
-    made |= {page: (REPOSITORY / name).read_text(encoding="utf-8") for name, page in ROOT.items()}
+    made |= {page: (REPOSITORY / name).read_text(encoding="utf-8") for page, name in WRITTEN.items()}
     for place, content in made.items():
         if files.get_file_from_path(place) is None:
-            files.append(File.generated(config, place, content=content))
+            file = File.generated(config, place, content=content)
+            file.edit_uri = f"../{WRITTEN[place]}" if place in WRITTEN else None
+            files.append(file)
     return files
 
 
@@ -74,6 +80,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fix links out of `docs/`, and add the message of each failure for the search."""
     if page.file.src_uri == "failures.md":
+        page.edit_url = None  # a tool writes it
         markdown = _FAILURE.sub(_with_message, markdown)
     start = 0
     parts = []
@@ -88,12 +95,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join(parts)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mark flags in text, which browsers would break after a hyphen."""
+    return _CODE.sub(lambda code: _FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), html)
+
+
 def _place(link: str, uri: str) -> str:
     """The target of a page's link in the site."""
     if "://" in link or link.startswith(("#", "mailto:")):
         return link
     path, mark, anchor = link.partition("#")
-    written = {page: name for name, page in ROOT.items()}.get(uri, f"docs/{uri}")
+    written = WRITTEN.get(uri, f"docs/{uri}")
     target = Path(os.path.normpath(Path(written).parent / path))
     if not (REPOSITORY / target).exists():
         return link
