@@ -186,6 +186,7 @@ CASES: dict[str, list[Case]] = {
         Case(SRC, f"{TO_MEGATRON} --pp 2 --vpp 3"),
         Case(SRC, f"{TO_MEGATRON} --pp 3 --stages 1,2,2"),
         Case(SRC, f"{TO_MEGATRON} --stages 4,0"),
+        Case(SRC, f"{TO_MEGATRON} --stages 1,3"),
     ],
     "size-not-divisible": [Case(SRC, f"{TO_MEGATRON} --tp 3"), Case(MOE, f"{TO_MEGATRON} --ep 3")],
     "source-already-hugging-face": [

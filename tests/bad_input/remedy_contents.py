@@ -375,6 +375,9 @@ CASES: dict[str, list[Case]] = {
     "merge-base-unknown": [
         Case(ADAPTER, "convert src dst --merge", DIR, settings(base_model_name_or_path="gone/base"))
     ],
+    "base-is-adapter": [
+        Case({**ADAPTER, "wrong": "adapter"}, "convert src dst --merge --base wrong", DIR),
+    ],
     "lora-alpha-unknown": [
         Case(ADAPTER, MERGE, {"N": "8"}, lambda there: (there / "src/adapter_config.json").unlink())
     ],

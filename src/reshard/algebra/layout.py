@@ -103,6 +103,8 @@ class Layout:
         fitting = [pp for pp in range(1, min(layers, MAX_STAGES_NAMED) + 1) if layers % (pp * self.vpp) == 0]
         ways = [f"choose --pp from {', '.join(map(str, fitting))}"] if fitting and not stages else []
         ways += ["leave out --vpp"] if self.vpp > 1 else []
+        complete = sum(self.stages) == layers and 0 not in self.stages
+        ways += [f"pass --pp {len(self.stages)}"] if complete and parts == 1 else []
         with_stages = ["leave out --stages"] if stages else []
         if 1 < parts <= min(layers, MAX_STAGES_NAMED):
             share, more = divmod(layers, parts)
@@ -112,7 +114,7 @@ class Layout:
             "layers-not-divisible",
             f"{layers} layers cannot be divided among the pipeline stages",
             rule="every stage needs at least one layer, and every virtual chunk the same number",
-            expected=f"{parts} numbers that add up to {layers}"
+            expected=f"numbers that add up to {layers}, as many as PP·VPP = {parts}"
             if stages
             else f"a multiple of PP·VPP = {parts}",
             found=stages or f"{layers} layers",

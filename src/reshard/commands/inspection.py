@@ -302,7 +302,9 @@ def _other_ranks(checkpoint: Checkpoint, path: Path) -> list[str]:
         "N",
     ]
     states = ["--with-optimizer"] if checkpoint.optimizer.adam else []
-    return [f"a run resumes from it on as many ranks only; for N ranks: {shlex.join([*command, *states])}"]
+    return [
+        f"a run can resume from it only on as many ranks; for N ranks, run: {shlex.join([*command, *states])}"
+    ]
 
 
 def _next_command(

@@ -322,9 +322,9 @@ def _of_another_model(checkpoint: Checkpoint, other: Checkpoint, problems: Seque
         "verify-different-models",
         "the two checkpoints are different models, or one of them is incomplete",
         file=str(checkpoint.description.folder),
-        rule=f"there is no config.json in it, so that of the other side is used: {other.description.folder}",
+        rule=f"it has no config.json, so the config of the other checkpoint is used: {other.description.folder}",
         found=f"{problems[0].message}: {problems[0].found or problems[0].tensor}{more}",
-        remedy="check both paths; a conversion of this checkpoint with that base lists everything that does not fit",
+        remedy="check both paths: they must contain the same model, with all its files",
     )
 
 

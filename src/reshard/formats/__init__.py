@@ -121,9 +121,7 @@ def quantized_as(how: str) -> str:
     if how in quantizations():
         return how
     by_target = (
-        f"{name}: {', '.join(target.dtypes.quantizes)}"
-        for name, target in written().items()
-        if target.dtypes.quantizes
+        f"{name}: {target.dtypes.listed}" for name, target in written().items() if target.dtypes.quantizes
     )
     raise ReshardError(
         "quantize-value-unknown",
@@ -132,10 +130,12 @@ def quantized_as(how: str) -> str:
         found=f"--quantize {how}",
         remedy="leave out --quantize: when a .gguf file is written, the command that makes K-quants of it is printed"
         if _K_QUANT.fullmatch(how)
-        else did_you_mean(how, quantizations(), "choose one of these, of the format of the output"),
+        else did_you_mean(how, quantizations(), "choose one of these, for the format of the output", _BITS),
     )
 
 
+_BITS = {f"{bits}{unit}": f"affine-{bits}" for bits in (2, 3, 4, 5, 6, 8) for unit in ("", "bit", "-bit")}
+"""What users of mlx-lm call its quantizations, and their values of `--quantize`."""
 _K_QUANT = re.compile(r"(?i)i?q\d_(k|xs|xxs|s|m|nl)(_\w+)?")
 """Types of llama.cpp that only its llama-quantize computes."""
 
@@ -254,7 +254,6 @@ def _locate(path: Path, iteration: Iteration | None) -> tuple[Path, Format, Iter
         raise not_found.no_iteration(path, iteration)
     raise not_found.no_checkpoint(
         path,
-        FORMATS,
         lambda place: detect(place) is not None,
         lambda place: detect(place) not in (None, detection.GGUF),
     )

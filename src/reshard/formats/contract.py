@@ -131,7 +131,6 @@ class Request:
                 file=str(folder),
                 rule="the output must load without any other folder",
                 expected="the config.json of the model",
-                found="; ".join(self.source.notes) or None,
                 remedy="pass the Hugging Face folder that training started from: --base DIR",
             )
         if quantization is None:
@@ -284,6 +283,12 @@ class StoredDtypes:
     of_tensors: Callable[[Request, DType], Callable[[str, tuple[int, ...]], DType]] | None = None
     keeps_scales: bool = False
     quantizes: tuple[str, ...] = ()
+
+    @property
+    def listed(self) -> str:
+        """The values of `--quantize`; of those with a group size, such as affine-4-32, only the first."""
+        sized = [how for how in self.quantizes if how.count("-") > 1]
+        return ", ".join(how for how in self.quantizes if how not in sized[1:]) + (" …" if sized else "")
 
 
 @dataclass(frozen=True)

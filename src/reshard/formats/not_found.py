@@ -18,7 +18,7 @@ from reshard.stores import is_remote
 from reshard.stores.hub import HubStore
 
 NOTHING_FOUND = "checkpoint-not-found"
-PASS_WEIGHTS = "pass the folder with the weights, or an iteration folder"
+PASS_WEIGHTS = "pass the folder that contains the weights; if this one should, download or copy them again"
 """The code and, if nothing nearby is one, the remedy for a path without a checkpoint."""
 ABOVE, DEPTH, BELOW = 3, 5, 64
 """Levels of parent folders and of subfolders that are examined, and how many subfolders of each level."""
@@ -84,7 +84,7 @@ def _hub_id(path: Path) -> str | None:
 
 
 def no_checkpoint(
-    path: Path, formats: Iterable[str], holds: Callable[[Path], bool], has_parts: Callable[[Path], bool]
+    path: Path, holds: Callable[[Path], bool], has_parts: Callable[[Path], bool]
 ) -> ReshardError:
     """The error for an existing path that is not a checkpoint.
 
@@ -109,7 +109,7 @@ def no_checkpoint(
             NOTHING_FOUND,
             "no checkpoint found here",
             file=str(path),
-            expected=f"one of the formats that `reshard support` lists: {', '.join(formats)}",
+            expected="one of the formats that `reshard support` lists",
             found=_sorted_names(child.name for child in children) if path.is_dir() else path.name,
             remedy=remedy,
         )

@@ -288,7 +288,8 @@ def _unknown_problem(name: str, tensor: Tensor) -> Problem:
         file=tensor.file,
         rule="every tensor of the checkpoint must be declared by the family; nothing is dropped silently",
         found=description,
-        remedy="the config is of a smaller model (--base), or the model is of another family (--family)",
+        remedy="the config describes another model: pass the one that training started from (--base DIR), or the "
+        "right family (--family)",
     )
 
 

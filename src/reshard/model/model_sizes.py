@@ -107,7 +107,7 @@ def disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[Pr
             rule=f"{key} in config.json must match the weights",
             expected=f"{wanted} (config.json)",
             found=f"{counted} (checkpoint)",
-            remedy="copy the weights that are missing, or pass the config that belongs to these: --base DIR"
+            remedy="pass the config that belongs to these weights (--base DIR), or copy the missing weights"
             if what in _COUNTED and counted < wanted
             else "pass the config that belongs to these weights: --base DIR",
             values={"key": key},

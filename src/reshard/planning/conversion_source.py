@@ -73,8 +73,8 @@ def _format(path: Path, checkpoint: Checkpoint, kind: CheckpointKind, options: C
             "source-already-hugging-face",
             "the source is already a Hugging Face folder",
             file=str(path),
-            remedy="add what should change (--dtype, --quantize, --max-shard-size), "
-            f"or choose another format: --to {', --to '.join(formats_for(kind))}",
+            remedy="choose another format, for example --to megatron, or add what should change: --dtype, "
+            "--quantize or --max-shard-size",
         )
     return huggingface.FORMAT
 

@@ -18,6 +18,7 @@ from reshard.families import declared
 from reshard.families.dialect import HUB
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import CheckpointKind
 from reshard.formats.optimizer import OptimizerContents
 from reshard.formats.options import ConversionOptions
 from reshard.model.dequantization import dequantized
@@ -122,6 +123,15 @@ def adapter_base(
         return AdapterBase(None, {}, [], None, Counter(), notes)
     base = open_checkpoint(folder, strip=options.strip, sources=checkpoint.sources)
     raise_all(base.problems)
+    if adapters.checkpoint_kind(base) is not CheckpointKind.MODEL:
+        raise ReshardError(
+            "base-is-adapter",
+            "the base is an adapter itself",
+            file=str(folder),
+            rule=rule,
+            expected="the model that the adapter was trained on",
+            remedy="pass the folder with that model: --base DIR",
+        )
     base = dequantized(base, OutputTypes(options.dtype).wanted, adapters.quantized_base)
     if base.has_hub_names:
         return AdapterBase(base, base.tensors, base.replicas, base.description.config, Counter(), notes)
@@ -146,7 +156,7 @@ def _base_folder(
     if options.base_path:
         if hint and PurePosixPath(hint).name.lower() not in str(realpath(options.base_path)).lower():
             return options.base_path, [
-                f"the adapter was trained on {hint}, as {adapter.settings.source} says"
+                f"the adapter was trained on {hint}, as {adapter.settings.source} says; --base is used instead"
             ]
         return options.base_path, []
     if hint and adapter.settings.base_is_here:

@@ -161,7 +161,7 @@ def _dtypes(source: ConversionSource, target: Target) -> Iterator[Problem]:
         yield Problem(
             "quantize-value-of-another-format",
             f"{format.name} has no weights of this kind",
-            expected=f"--quantize {', '.join(dtypes.quantizes)}",
+            expected=f"--quantize {dtypes.listed}",
             found=f"--quantize {options.quantize}; the format is {_chosen(options, format)}",
             remedy="choose one of these, or another format: "
             + " or ".join(f"--to {each}" for each in _quantizing(options.quantize)),

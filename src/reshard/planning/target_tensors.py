@@ -33,7 +33,7 @@ def _no_such_dtype(wanted: str | None) -> ReshardError:
     return ReshardError(
         "dtype-not-convertible",
         "weights cannot be converted to this dtype",
-        expected="float32, bfloat16 or float16",
+        expected="float32, bfloat16 or float16; smaller types are values of --quantize",
         found=f"--dtype {wanted}",
         remedy="choose one of these with --dtype",
     )

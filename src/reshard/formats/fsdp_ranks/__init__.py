@@ -22,7 +22,7 @@ FORMAT = Format(
         beside="huggingface",
         fit=fit,
     ),
-    aliases=("fsdp", "fsdp1", "fsdp2"),
+    aliases=("fsdp", "fsdp1", "fsdp2", "verl"),
     parts=(
         *("optim_world_size_*_rank_*.pt", "extra_state_world_size_*_rank_*.pt"),
         *("fsdp_config.json", "data.pt"),

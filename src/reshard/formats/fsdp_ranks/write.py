@@ -98,13 +98,13 @@ class RanksWriting(Writing):
     def notes(self) -> list[str]:
         """What loads the files, and what they lack."""
         saved, world = saved_in(self.request), self.request.layout.dp
-        like = "; as in the source" if saved.mesh else ""
+        like = ", as in the source" if saved.mesh else ""
         device, torch = (
             (saved.mesh.device, saved.mesh.pickled.value) if saved.mesh else (MESH_DEVICE, "torch 2.13")
         )
         notes = [
-            f"{world} ranks load the files with FSDP2 over all of them (verl: strategy=fsdp2, fsdp_size=-1){like}, "
-            f"the mesh is of {device} devices, in the form of {torch}"
+            f"{world} ranks load the files with FSDP2 over all of them (verl: strategy=fsdp2, fsdp_size=-1); "
+            f"the device mesh is on {device}{like}, and stored as {torch} stores it"
         ]
         if saved.names and (other := _other_names(self.request, saved)):
             notes.append(
@@ -220,5 +220,5 @@ class _RankFileWriter:
 
 RESUME = (
     "to resume with verl, put the output in global_step_N/actor of the run, next to the data.pt of the source; each "
-    "rank begins with its own random numbers, since their states are bound to the number of ranks"
+    "rank starts with new random states, because the saved ones belong to the old number of ranks"
 )
