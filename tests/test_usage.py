@@ -46,6 +46,8 @@ def refused(*words: object) -> Result:
         ("convert a b --engine mcor", "mcore"),
         ("convert a b --to megatorn", "megatron"),
         ("convert a b --to gguf", None),
+        ("convert a b --to mlx --quantize 4bit", "affine-4"),
+        ("convert a b --to mlx --q-bits 4", "--quantize"),
         ("doctor --langauge en", "--lang"),
     ],
 )
