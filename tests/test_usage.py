@@ -251,3 +251,13 @@ def test_bash_completes_with_the_documented_line(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", asked], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["convert"], done.stderr
+
+
+def test_values_of_quantize_are_listed_without_each_size_of_groups() -> None:
+    told = refused("convert", "a", "b", "--quantize", "frobnicate").err
+    assert (
+        "affine-4, affine-5" in told
+        and "affine-2-32" in told
+        and "affine-4-64" not in told
+        and "q8_0" in told
+    )
