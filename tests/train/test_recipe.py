@@ -17,6 +17,7 @@ import reshard
 from reshard.base.errors import ReshardError
 from reshard.runs.guard.data.records import as_trl_reads
 from reshard.runs.train.methods import TRAINING_METHODS
+from tests.commandline import reshard as command
 from tests.train.conftest import chats, write_lines
 
 REWARDS = "def score(completions, **columns):\n    return [float(len(str(each))) for each in completions]\n"
@@ -202,6 +203,26 @@ def test_what_is_wrong_is_said_at_once_and_nothing_is_written(
     assert refused(write, parallel="fsdp2", options=CPU) == ["plan-needs-gpus"]
     assert refused(write, data=tmp_path / "none.jsonl") == ["data-not-found"]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_is_a_hugging_face_folder_and_the_output_is_a_folder(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    megatron = Path(__file__).parents[2] / "examples/megatron-run"
+    assert refused(write, model=megatron) == ["model-not-huggingface"]
+    assert refused(write, model=str(tmp_path / "absent")) == ["model-not-huggingface"]
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    assert refused(write, output=file) == ["output-is-file"] and file.read_text() == "mine"
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_start_resume_shows_the_command_and_writes_nothing(write: Callable[..., Path]) -> None:
+    folder = write()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    shown = command("train", "sft", "-o", str(folder), "--resume", "--write-only", "--max_steps", "9").out
+    assert shown == f"found {folder}; start it: bash {folder / 'run.sh'} --max_steps 9\n"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_recipe_is_not_replaced_without_being_told(write: Callable[..., Path]) -> None:

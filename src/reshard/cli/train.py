@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 
 import click
@@ -56,4 +57,7 @@ def command(method: str, rest: tuple[str, ...], *, json_output: bool, options: T
         sys.exit(run.status or 0)
     if not options.write_only:
         start(run)
-    stdout().print(f"wrote {escape(str(run.folder))}; start it: bash {escape(run.command[1])}")
+    stdout().print(
+        escape(f"{'found' if options.resume else 'wrote'} {run.folder}; start it: {shlex.join(run.command)}"),
+        soft_wrap=True,
+    )

@@ -72,6 +72,7 @@ def prepared(method: str, options: TrainOptions, rest: Sequence[str] = ()) -> Tr
                 for name in ("model", "data")
                 if not getattr(options, name)
             ),
+            *_not_a_model(options),
             *_of_other_engines(method, options),
             *_occupied(folder, options),
         ]
@@ -85,6 +86,21 @@ def prepared(method: str, options: TrainOptions, rest: Sequence[str] = ()) -> Tr
 
 def _missing(name: str, example: str) -> Problem:
     return Problem("option-missing", f"--{name} is missing", remedy=f"add {example}")
+
+
+def _not_a_model(options: TrainOptions) -> Iterator[Problem]:
+    """The problem of a path without the config of a model or an adapter. Other words are names on the Hub."""
+    model = Path(str(options.model)).expanduser()
+    if (model.exists() or str(options.model).startswith((".", "/", "~"))) and not any(
+        (model / name).is_file() for name in ("config.json", "adapter_config.json")
+    ):
+        yield Problem(
+            "model-not-huggingface",
+            "--model is not a Hugging Face model folder",
+            file=str(model),
+            expected="a folder that contains config.json",
+            remedy="correct the path, or convert the checkpoint first: reshard convert CKPT model",
+        )
 
 
 def _of_other_engines(method: str, options: TrainOptions) -> Iterator[Problem]:
@@ -109,6 +125,15 @@ def _of_other_engines(method: str, options: TrainOptions) -> Iterator[Problem]:
 
 def _occupied(folder: Path, options: TrainOptions) -> list[Problem]:
     """The problem of a folder that has a recipe or anything else in it."""
+    if folder.is_file():
+        return [
+            Problem(
+                "output-is-file",
+                "the output is a file",
+                file=str(folder),
+                remedy="choose a new folder: -o DIR",
+            )
+        ]
     if options.overwrite or not folder.exists() or not any(folder.iterdir()):
         return []
     has_recipe = (folder / RUN).exists()
