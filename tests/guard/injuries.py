@@ -106,7 +106,7 @@ INJURIES = {
     for injury in (
         Injury("final", r"(?!)", guard=("--final", "final"), limit=300, alone=False),
         Injury("killed", r"SIGKILL|Signal 9\b|exitcode\s*:? *-9|return code = -9", kill_rank),
-        Injury("stopped", r"(?i)stopped|no progress|stands still", stop_rank, limit=45),
+        Injury("stopped", r"(?i)stopped|no progress|stalled", stop_rank, limit=45),
         Injury("nan", r"(?i)\bnan\b", words=lambda command: command.diverges, limit=300),
         Injury(
             "disk", r"No space left|enforce fail|file write failed|[Dd]isk (is )?full", fill_disk, small_disk

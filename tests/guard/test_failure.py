@@ -43,6 +43,17 @@ def test_an_exception_is_the_cause_whatever_the_exit_status_was(launcher: str) -
     assert failure.findings[0].code == "unknown-failure"
 
 
+def test_an_exception_in_the_body_of_a_script_is_shown_with_its_line() -> None:
+    log = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/user/train/train.py", line 26, in <module>
+[rank1]:     raise ValueError("record 1234 has no answer")
+[rank1]: ValueError: record 1234 has no answer
+"""
+    shown = failure_in("output.log", log, RunEvidence(ranks=2)).shown
+    assert shown == ("  /home/user/train/train.py:26 <module>", "ValueError: record 1234 has no answer")
+
+
 def test_a_killed_rank_is_out_of_memory_only_with_evidence() -> None:
     (alone, *_) = told("guard/torchrun-kill.log").findings
     assert alone.code == "killed-by-signal" and alone.certainty == "possible"

@@ -305,6 +305,20 @@ def test_without_a_collective(single_runs: Runs) -> None:
     assert start.notices[0][0] > 4 and "since the start" in start.text
 
 
+def test_a_rank_whose_stack_cannot_be_read_is_told_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without py-spy, the report says how to see the line of code."""
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    progress = TrainerProgress()
+    list(progress.line(OutputLine(1000.0, "step 1 loss 2.0")))
+    watcher = StallWatcher(progress, lambda process: Stack(kernel="sleeping, in pipe_read of the kernel"))
+    process = Process(7, 1, None, "S", 1.0)
+    (seen,) = [notice for now in range(1000, 1700, 5) for notice in watcher.tick(float(now), {7: process})]
+    assert seen.lines == (
+        "rank 0: idle (sleeping, in pipe_read of the kernel) (by /proc), process 7",
+        "to see the line of code where each rank is, install py-spy: python -m pip install py-spy",
+    )
+
+
 def test_one_process_that_waits_is_reported_at_the_limit() -> None:
     """It is not ended before that, even with `--on-stall stop`. The innermost call says what it waits for."""
     frames = (

@@ -21,14 +21,14 @@ from reshard.runs.guard.options import GuardOptions
 @common_options
 @handles_errors
 def command(words: tuple[str, ...], *, quiet: bool, json_output: bool, options: GuardOptions) -> None:
-    """Run a training command, and watch over it.
+    """Run a training command and monitor it.
 
     \b
       reshard guard -- torchrun --nproc-per-node 8 train.py --output_dir out
       reshard guard --final model -- accelerate launch --config_file fsdp2.yaml sft.py
       reshard guard --no-check --stall 30m -- bash run.sh
 
-    Before the start, the command, its script and config, and the machine are checked. A run that stands still is
+    Before the start, the command, its script and config, and the machine are checked. A stalled run is
     reported, with the rank that the others wait for; a loss that is NaN ends it. At the end: the rank that failed
     first, why, the last complete checkpoint, and the command that continues from it.
 

@@ -22,9 +22,7 @@ class GuardOptions:
         float,
         About("Longest time without any progress after the first step.", "DURATION", least=1, unit=SECONDS),
     ] = 600.0
-    on_stall: Annotated[
-        str, About("What to do about a run that stands still.", choices=("report", "stop"))
-    ] = "report"
+    on_stall: Annotated[str, About("What to do if the run stalls.", choices=("report", "stop"))] = "report"
     nan_steps: Annotated[
         int, About("End the run after N consecutive steps with a NaN or infinite loss; 0 never does.", "N")
     ] = 3

@@ -335,8 +335,10 @@ def _who(root: Traceback, content: str) -> str:
 
 
 def _short(root: Traceback) -> Iterator[str]:
-    """The last frames, without the path of site-packages, and the exception."""
-    for frame in [frame for frame in root.frames if not _LAUNCHER.search(frame)][-MAX_FRAMES:]:
+    """The last frames (at least one), without the path of site-packages, and the exception."""
+    for frame in [each for each in root.frames if not _LAUNCHER.search(each)][-MAX_FRAMES:] or root.frames[
+        -1:
+    ]:
         yield "  " + re.sub(r"^.*/(?:site|dist)-packages/", "", frame)
     yield f"{root.exception}: {root.message}" if root.message else root.exception
 

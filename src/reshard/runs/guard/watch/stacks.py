@@ -92,9 +92,9 @@ class Stack:
 
     @property
     def place(self) -> str:
-        """The innermost call in code of the user's own, else of any library."""
+        """Where it is: at the innermost call in the user's own code, else in any library, else in the kernel."""
         own = [frame for frame in self.frames if not _LIBRARY.search(frame.file)] or self.frames
-        return f"{own[0].file}:{own[0].line} {own[0].function}" if own else self.kernel
+        return f"at {own[0].file}:{own[0].line} {own[0].function}" if own else f"({self.kernel})"
 
     @property
     def inside(self) -> str:

@@ -18,7 +18,7 @@ from reshard.base.errors import Problem
 from reshard.runs.guard.options import GuardOptions
 from reshard.runs.guard.watch.flight_recorder import ask_for_dumps, described, read_dumps
 from reshard.runs.guard.watch.process_tree import Process, Processes, below, ranks_of
-from reshard.runs.guard.watch.stacks import LOADER, SERVICE, Stack
+from reshard.runs.guard.watch.stacks import LOADER, SERVICE, Stack, py_spy
 from reshard.runs.guard.watch.trainer_progress import TrainerProgress
 from reshard.runs.guard.watch.watcher import Notice, Watcher
 
@@ -227,9 +227,9 @@ class StallWatcher(Watcher):
         return Notice(
             Problem(
                 "run-stands-still",
-                "the run stands still",
+                "the run has stalled",
                 found=state,
-                remedy="see below what each rank does; end the run, fix the cause, and resume from the last checkpoint",
+                remedy="look at what each rank does, end the run, fix the cause, and resume from the last checkpoint",
                 severity="warning",
             ),
             lines=(
@@ -271,6 +271,8 @@ def _described(look: StandingRanks, ranks: Processes) -> Iterator[str]:
     for text, group in groups.items():
         pids = ", ".join(str(ranks[rank].pid) for rank in group if rank in ranks)
         yield f"{_ranks(group)}: {text}" + (f", process {pids}" if pids else "")
+    if py_spy() is None and not any(stack.frames for stack in look.stacks.values()):
+        yield "to see the line of code where each rank is, install py-spy: python -m pip install py-spy"
 
 
 def _doing(look: StandingRanks, rank: int) -> str:
@@ -279,9 +281,9 @@ def _doing(look: StandingRanks, rank: int) -> str:
     stack = look.stacks[rank]
     source = f"{stack.place} (by {stack.source})"
     if rank in look.waiting:
-        return f"waits in {stack.waits_in(True)}, called at {source}"
+        return f"waits in {stack.waits_in(True)}, called {source}"
     state = "idle" if rank in look.idle else "busy"
-    return f"{state} in {stack.inside}, called at {source}" if stack.inside else f"{state} at {source}"
+    return f"{state} in {stack.inside}, called {source}" if stack.inside else f"{state} {source}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:
