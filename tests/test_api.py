@@ -18,7 +18,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as torch_file
+from transformers import AutoModelForCausalLM
 
 import reshard
 from reshard.cli import COMMANDS
@@ -135,6 +138,30 @@ def test_the_page_about_python_runs(place: Path, tmp_path: Path, monkeypatch: py
     assert len(blocks) >= 3
     for block in blocks:
         exec(compile(block, str(page), "exec"), {})
+
+
+def test_steps_are_averaged_as_the_page_about_converters_says(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "step-10").symlink_to(place / "run")
+    (tmp_path / "step-20").symlink_to(place / "tuned")
+    monkeypatch.chdir(tmp_path)
+    page = DOCS / "coming-from.md"
+    (block,) = re.findall(r"(?ms)^```python\n(.*?)^```$", page.read_text(encoding="utf-8"))
+    exec(compile(block, str(page), "exec"), {})
+    average, *steps = (
+        torch_file(each / "model.safetensors") for each in (Path("average"), place / "model", place / "tuned")
+    )
+    assert {*average} == {*steps[0]}
+    for name, tensor in average.items():
+        mean = torch.stack([step[name].float() for step in steps]).mean(0)
+        assert torch.equal(tensor, mean.to(steps[0][name].dtype)), name
+    loaded, report = AutoModelForCausalLM.from_pretrained("average", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert not torch.equal(
+        average["model.layers.1.mlp.up_proj.weight"], steps[0]["model.layers.1.mlp.up_proj.weight"]
+    )
+    assert len(reshard.open("average")) == len(loaded.state_dict())
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "LazyTensor"])

@@ -34,8 +34,8 @@ def command(paths: tuple[Path, ...], *, json_output: bool, options: ServeOptions
     """Show the checkpoints below each PATH as models of a Hugging Face Hub, without converting them.
 
     Programs that are started with HF_ENDPOINT set to the address load them by name: local/RUN, with a step of the run
-    as its revision. The bytes of each file are those that `convert` would write, and are computed when they are asked
-    for. Nothing is written. Needs the packages starlette and uvicorn, from the extra reshard[serve].
+    as its revision. The bytes of each file are those that `convert` would write, and are computed on request.
+    Nothing is written. Needs the packages starlette and uvicorn, from the extra reshard[serve].
 
     \b
       reshard serve runs/
