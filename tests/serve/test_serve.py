@@ -55,6 +55,8 @@ def server(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 
 def test_each_run_is_a_model_and_each_step_a_revision(server: Server) -> None:
+    (listening, *_) = server.events()
+    assert listening["notes"] == ["models: local/deep-inner-plain, local/my-run, local/trainer"]
     assert [each["id"] for each in server.ask("/api/models").json] == [
         "local/deep-inner-plain",
         "local/my-run",

@@ -43,12 +43,21 @@ def command(paths: tuple[Path, ...], *, json_output: bool, options: ServeOptions
       hf download local/my-run --local-dir model
       vllm serve local/my-run --revision iter_0000200
     """
+    from reshard.serve.repositories import repositories_below
     from reshard.serve.server import address_of, check_paths, listening, serve
 
     check_paths(paths, options)
     listener = listening(options)
     report = (lambda event: click.echo(json.dumps(event))) if json_output else _print_event
-    report({"event": "listening", "address": address_of(listener)})
+    report(
+        {
+            "event": "listening",
+            "address": address_of(listener),
+            "notes": [
+                f"models: {', '.join(each.id for each in repositories_below(paths).values()) or 'none yet'}"
+            ],
+        }
+    )
     serve(paths, options, listener, report)
 
 

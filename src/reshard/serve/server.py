@@ -160,8 +160,7 @@ def guarded(app: ASGIApp, token: str | None) -> ASGIApp:
 
 def check_paths(paths: Sequence[Path], options: ServeOptions) -> None:
     """Raise ReshardError for what is to be read and does not exist."""
-    named = [*paths, *options.conversion.base_paths]
-    missing = [nothing_there(path) for path in named if not path.exists()]
+    missing = [nothing_there(path) for path in (*paths, *options.conversion.base_paths) if not path.exists()]
     raise_all(problem for error in missing for problem in error.problems)
 
 
