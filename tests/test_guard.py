@@ -196,13 +196,13 @@ def test_an_optimizer_of_more_or_of_less() -> None:
     guard.check(own, torch.optim.AdamW(list(own.parameters())[:2]))
 
 
-def test_an_exception_comes_with_its_cause_and_cure(mesh: object) -> None:
+def test_an_exception_comes_with_its_cause_and_fix(mesh: object) -> None:
     sharded = fully_shard(model(), mesh=mesh)
     parameter = next(sharded.parameters())
     with pytest.raises(RuntimeError) as caught, guard.explained():
         torch.add(parameter, torch.ones(parameter.shape))
     told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert "reshard doctor:" in told and "cure:" in told
+    assert "reshard doctor:" in told and "fix:" in told
 
 
 def test_an_exception_that_nobody_described_stays_as_it_is() -> None:
