@@ -172,7 +172,9 @@ def test_a_trainer_checkpoint_says_what_it_lacks(saved: Callable[[str], Path], h
     assert shown["next"].startswith("reshard convert ") and shown["next"].endswith(" --base HF_FOLDER")
     refused = command("convert", source, source.parent / "out")
     assert refused.code == 2
-    assert "weights only, no config or tokenizer; pass --base" in " ".join(refused.err.split())
+    assert "pass the Hugging Face folder that training started from (--base DIR)" in " ".join(
+        refused.err.split()
+    )
     words = shown["next"].replace("HF_FOLDER", str(hf_model("llama"))).split()[1:]
     assert command(*words).code == 0
 
