@@ -44,6 +44,14 @@ def rounded_bias(config: object, tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = tensors[name].bfloat16().float()
 
 
+@pytest.mark.core(
+    "qwen3-layout3-*",
+    "qwen3-layout4-*",
+    "qwen3_tied-layout5-*",
+    "qwen3_moe-layout7-*",
+    "deepseek_v3-layout10-*",
+    "qwen3_next-layout15-*",
+)
 @pytest.mark.parametrize(
     ("family", "layout", "options"),
     [
@@ -108,6 +116,7 @@ def assert_rounds(
         assert contents(folder / f"rounds/step-1-rank-{rank}.safetensors") == after
 
 
+@pytest.mark.core("qwen3_moe")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_text"])
 def test_the_names_of_transformer_engine_are_read(
     family: str, hf_model: Models, tmp_path: Path, transformer_engine: Executor

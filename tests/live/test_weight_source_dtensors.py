@@ -35,6 +35,14 @@ print(len(list(reshard.weight_source(model.dequantize(), base=sys.argv[1]))))
 """
 
 
+@pytest.mark.core(
+    "qwen3-ddp-*",
+    "qwen3-hsdp-*",
+    "qwen3-odd-*",
+    "qwen3_tied-transformers-fsdp-tp-*",
+    "qwen3_moe-transformers-fsdp-tp-ep-*",
+    "deepseek_v3-transformers-fsdp-tp-*",
+)
 @pytest.mark.parametrize(
     ("family", "way", "in_one_box"),
     [
