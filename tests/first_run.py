@@ -57,6 +57,12 @@ def extras_of(wheel: Path) -> list[str]:
         return re.findall(r"^Provides-Extra: (\S+)$", archive.read(metadata).decode(), re.M)
 
 
+def solve_extras(fresh: Fresh, wheel: Path) -> None:
+    """Have pip find releases for each extra of a wheel, without installing them."""
+    for extra in sorted({*extras_of(wheel)} - SERVERS):
+        fresh.run("pip", "install", "--quiet", "--dry-run", f"reshard[{extra}] @ {wheel.as_uri()}")
+
+
 def main(archives: list[Path], *, extras: bool) -> None:
     """Try all archives; the first command that fails ends the run."""
     for archive in archives:
@@ -69,15 +75,8 @@ def main(archives: list[Path], *, extras: bool) -> None:
                 print(f"$ {shlex.join(words)}\n{fresh.run(*words)}", end="")
             fresh.run("python", "-c", "import torch", status=1)
             fresh.run("pip", "check")
-            for extra in extras_of(archive) if archive.suffix == ".whl" else ():
-                if extra not in SERVERS:
-                    fresh.run(
-                        "pip",
-                        "install",
-                        "--quiet",
-                        "--dry-run",
-                        f"reshard[{extra}] @ {archive.resolve().as_uri()}",
-                    )
+            if extras:
+                solve_extras(fresh, archive.resolve())
             print(f"{archive.name}: works with Python {sys.version.split()[0]}\n")
 
 
