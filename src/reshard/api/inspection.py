@@ -18,7 +18,7 @@ from reshard.stores import source_path
 class InspectOptions(OnStepOption, PageOption, StepOption):
     """Options of `inspect`."""
 
-    HELP: ClassVar = {
+    HELP: ClassVar[dict[str, str]] = {
         "html": "Write a page to this file: the weights by module, and the contents of each rank or file.",
     }
 

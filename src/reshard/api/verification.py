@@ -46,7 +46,7 @@ class CheckOptions(OnStepOption, MemoryOption):
 class CompareOptions(CheckOptions, PageOption, BaseOption):
     """Options of `verify` that compare values."""
 
-    HELP: ClassVar = {
+    HELP: ClassVar[dict[str, str]] = {
         "base": "Hugging Face folder with the config, if A or B has none. With --proof, it replaces the recorded one.",
         "html": "Write a page to this file: how much each module of each layer changed, and a table of differences.",
     }

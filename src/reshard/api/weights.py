@@ -20,7 +20,7 @@ from reshard.stores import source_path
 class OpenOptions(Opening, StepOption):
     """Options of `open`."""
 
-    HELP: ClassVar = {
+    HELP: ClassVar[dict[str, str]] = {
         "base": "Hugging Face folder with the config, if SRC has none. With --merge, the model to merge into.",
         "dtype": "Convert weights to float32, bfloat16 or float16 as they are read.",
     }

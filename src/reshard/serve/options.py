@@ -18,7 +18,7 @@ from reshard.formats.options import ConversionOptions, FolderOutput, Opening
 class ShownOptions(FolderOutput, Opening):
     """What the folders depend on that a server shows: the options of `convert` that need no ranks."""
 
-    HELP: ClassVar = {
+    HELP: ClassVar[dict[str, str]] = {
         "quantize": "Quantize the linear layers (fp8, fp8-ue8m0, nvfp4; mxfp4 is for gpt-oss only).",
         "max_shard_size": "Maximum size of a weights file. [default: 5GB]",
         "merge": "Merge adapters into the model at --base.",

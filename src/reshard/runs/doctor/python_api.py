@@ -25,7 +25,7 @@ R = TypeVar("R")
 class DoctorOptions(OnBytesOption):
     """Options of `doctor`."""
 
-    HELP: ClassVar = {"on_bytes": "Called with the number of bytes of logs as they are read."}
+    HELP: ClassVar[dict[str, str]] = {"on_bytes": "Called with the number of bytes of logs as they are read."}
 
     python: Annotated[
         StrPath | None,

@@ -48,7 +48,7 @@ class Actions:
 class WatchOptions(PushOptions, MemoryOption, ShownOptions, Actions):
     """Options of a watch: what it does, and how it converts, as `reshard convert` does."""
 
-    HELP: ClassVar = {
+    HELP: ClassVar[dict[str, str]] = {
         "push_to_hub": "Upload each step to a branch of this Hugging Face repository, with the name of the step.",
     }
 
