@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -240,3 +241,9 @@ def test_tests_import_no_private_names() -> None:
         if each.name.startswith("_") and not each.name.startswith("__")
     ]
     assert private == []
+
+
+def test_class_variables_have_a_type() -> None:
+    """Python 3.10 resolves no annotations of a class that has a plain ClassVar."""
+    sources = {path: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
+    assert [path for path, text in sources.items() if re.search(r": ClassVar\s*(=|$)", text, re.M)] == []
