@@ -335,7 +335,7 @@ def _who(root: Traceback, content: str) -> str:
 
 
 def _short(root: Traceback) -> Iterator[str]:
-    """The last frames outside of launchers (or else the last one) without the path of site-packages, and the exception."""
+    """The last frames outside of launchers, or else the last one, without site-packages; then the exception."""
     of_script = [each for each in root.frames if not _LAUNCHER.search(each)]
     for frame in of_script[-MAX_FRAMES:] or root.frames[-1:]:
         yield "  " + re.sub(r"^.*/(?:site|dist)-packages/", "", frame)
